@@ -24,7 +24,7 @@ from configs.errors import late_refusals, refusals
 from configs.loader import options
 from configs.schema import Config
 from data.files import sole_run
-from extras.report.lines import plot_curves, read_curve
+from extras.report.charts import plot_curves, read_curve
 from scripts.quickstart import SUCCESS, new_run, script_parser, warm_start
 from workers.ray_group import start_command
 

@@ -35,7 +35,7 @@ from custom.tiny_model import save_tiny_model
 from data.files import dump_jsonl, read_metrics, sole_run
 from data.seeding import derive_seed, numpy_generator
 from extras.report.__main__ import write_report
-from extras.report.lines import plot_metric
+from extras.report.charts import plot_metric
 from extras.sft import trainer as sft_trainer
 from extras.sft.settings import SFTConfig
 from training.environment import build_environment

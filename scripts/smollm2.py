@@ -30,7 +30,7 @@ from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from data.files import dump_jsonl, sole_run
 from examples.arithmetic import TASKS, make_rows
-from extras.report.lines import read_curve
+from extras.report.charts import read_curve
 from scripts import smollm2_model
 from scripts.quickstart import new_run, print_outcome, script_parser, write_summary
 from training.preparation import prepare

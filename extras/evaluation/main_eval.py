@@ -37,11 +37,11 @@ from training.reward_function import load_functions
 def report(config: EvaluationConfig) -> None:
     """Prints the figures of each data source as a table, and writes them to data.output_path, if it is set."""
     with refusals():
-        found = run(config)
-    Console().print(as_table(found))
+        figures = run(config)
+    Console().print(as_table(figures))
     if config.data.output_path is not None:
         with replacing(config.data.output_path) as file:
-            file.write((json.dumps(found, indent=2) + "\n").encode())
+            file.write((json.dumps(figures, indent=2) + "\n").encode())
 
 
 def run(config: EvaluationConfig) -> dict[str, Figures]:
@@ -55,31 +55,23 @@ def run(config: EvaluationConfig) -> dict[str, Figures]:
 
 
 def standard_row(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
-    """Adds to `row` the names that rewards know, and its responses as a list.
-
-    Raises:
-        ValueError: it has none; names the row and the column.
-    """
+    """Adds to `row` the names that rewards know, and its responses as a list. Raises ValueError if it has none."""
     responses = row.get(data.response_key)
     responses = [responses] if isinstance(responses, str) else responses
     if not isinstance(responses, list) or not responses or not all(isinstance(one, str) for one in responses):
-        raise ValueError(
-            f"{origin}: the responses (column data.response_key={data.response_key}) are {responses!r}; they must be a "
-            "string or a list of strings."
-        )
+        column = f"the responses (column data.response_key={data.response_key}) are {responses!r}"
+        raise ValueError(f"{origin}: {column}; they must be a string or a list of strings.")
     names = {"prompt": data.prompt_key, "data_source": data.data_source_key, "reward_model": data.reward_model_key}
-    found = {name: row[column] for name, column in names.items() if column in row}
-    row = with_labels({**row, **found, "responses": responses}, origin)
+    known = {name: row[column] for name, column in names.items() if column in row}
+    row = with_labels({**row, **known, "responses": responses}, origin)
     return {**row, "data_source": row.get("data_source") or "unknown"}
 
 
 def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> list[Graded]:
-    """Scores every response as in training: all of them in one call of `reward`.
+    """Scores every response as in training, all in one call of `reward`.
 
-    Those that it could not score are left out, or get reward.failure_score.
-
-    Raises:
-        RuntimeError, ValueError: the reward raised, or returned what is no score; names it.
+    Those that it could not score are left out, or get reward.failure_score. Raises RuntimeError or ValueError if the
+    reward raised, or returned what is no score.
     """
     flat = [(row, response) for row in rows for response in row["responses"]]
     view = view_of_rows(*zip(*flat, strict=True), validate=True)
@@ -90,9 +82,9 @@ def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> 
     for row in rows:
         start, end = end, end + len(row["responses"])
         kept = [place for place in range(start, end) if place not in left_out]
-        said = None if answers is None else [str(answers[place]) for place in kept]
+        read = None if answers is None else [str(answers[place]) for place in kept]
         if kept:
-            graded.append(Graded(row["data_source"], [scores[place] for place in kept], said))
+            graded.append(Graded(row["data_source"], [scores[place] for place in kept], read))
     return graded
 
 
@@ -109,18 +101,13 @@ def evaluate(graded: Sequence[Graded], pass_score: float) -> dict[str, Figures]:
     return {source: compute_evaluation_metrics(prompts, pass_score) for source, prompts in sources.items()}
 
 
-def as_table(found: dict[str, Figures]) -> Table:
-    """A line for each metric of each data source, with ± its standard error."""
+def as_table(figures: dict[str, Figures]) -> Table:
+    """Makes a table of each figure of each data source, with ± its standard error."""
     table = Table("data source", "figure", "value")
-    for source, row in found.items():
+    for source, row in figures.items():
         names = [name for name in row if not name.endswith("/stderr")]
         for name in names:
-            table.add_row(source, name, cell(row, name), end_section=name == names[-1])
+            value = str(row[name]) if isinstance(row[name], int) else f"{row[name]:.3f}"
+            error = f" ± {row[f'{name}/stderr']:.3f}" if f"{name}/stderr" in row else ""
+            table.add_row(source, name, value + error, end_section=name == names[-1])
     return table
-
-
-def cell(row: Figures, name: str) -> str:
-    if isinstance(row[name], int):
-        return str(row[name])
-    error = f"{name}/stderr"
-    return f"{row[name]:.3f}" + (f" ± {row[error]:.3f}" if error in row else "")

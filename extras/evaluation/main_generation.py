@@ -20,7 +20,9 @@ if __name__ == "__main__":
     raise SystemExit(main())  # before the imports below, which take seconds
 
 import hashlib
-from contextlib import closing
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -28,15 +30,14 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural, sampling
-from configs.errors import refusals
+from configs.errors import ConfigError, refusals
 from configs.schema import DataConfig
 from data.chat import Prompt, as_messages, encode_prompt
-from data.files import json_line
+from data.files import append, json_line, lock, replacing
 from data.pretrained import load_tokenizer
 from data.protocol import DataProto, object_array
 from data.rl_dataset import RLHFDataset
 from data.types import Row, SamplingParams
-from extras.evaluation.table import unfinished_table
 from training.checkpoint import flatten
 from workers.load_rollout import StandaloneRollout, generate_batch
 
@@ -70,10 +71,8 @@ def load_prompts(data: GenerationDataConfig, tokenizer: PreTrainedTokenizerBase)
     dataset_class = ChatDataset if data.strings_are_chat else RLHFDataset
     dataset = dataset_class(data.path, tokenizer, config=settings)
     if data.response_key in dataset.rows[0]:
-        raise ValueError(
-            f"the rows of data.path={data.path} have a column {data.response_key!r} already, where the responses are "
-            "to go: name another one in data.response_key."
-        )
+        column = f"the rows of data.path={data.path} have a column {data.response_key!r} already"
+        raise ValueError(f"{column}: set another in data.response_key.")
     return dataset
 
 
@@ -121,13 +120,72 @@ def answer_rows(
         batch = generate_batch(rollout.engine, prompts, params, config.trainer.seed, first_row=rows.start * n)
     tokens = [ids[mask.bool()] for ids, mask in zip(batch.responses, batch.response_mask, strict=True)]
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    found = []
-    for place, row in enumerate(rows):
-        own = slice(place * n, (place + 1) * n)
-        found.append({
+    answered = []
+    for number, row in enumerate(rows):
+        part = slice(number * n, (number + 1) * n)
+        answered.append({
             **{name: value for name, value in dataset.rows[row].items() if value != {}},
-            response_key: texts[own],
-            "end_reasons": list(batch.end_reason[own]),
-            "response_lengths": [len(one) for one in tokens[own]],
+            response_key: texts[part],
+            "end_reasons": list(batch.end_reason[part]),
+            "response_lengths": [len(one) for one in tokens[part]],
         })  # fmt: skip
-    return found
+    return answered
+
+
+class UnfinishedTable:
+    """The rows so far of a .jsonl or .parquet file, which does not exist yet; made by `unfinished_table`."""
+
+    def __init__(self, path: Path, partial: Path, rows: int) -> None:
+        self.path, self.partial, self.rows = path, partial, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds `rows`; they are on disk when this returns."""
+        append(self.partial, b"".join(map(json_line, rows)))
+        self.rows += len(rows)
+
+    def finish(self) -> None:
+        """Puts the table into its place, whole."""
+        lines = self.partial.read_bytes().split(b"\n")[1:-1]
+        with replacing(self.path) as file:
+            if self.path.suffix == ".parquet":
+                import pyarrow.parquet
+
+                rows = [json.loads(line) for line in lines]
+                columns = dict.fromkeys(name for row in rows for name in row)
+                table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+                pyarrow.parquet.write_table(table, file)
+            else:
+                file.writelines(line + b"\n" for line in lines)
+        self.partial.unlink()
+
+
+@contextmanager
+def unfinished_table(path: Path, identity: Mapping[str, Any]) -> Iterator[UnfinishedTable]:
+    """Opens the table that is to be at `path`, with the rows that an earlier process of the same `identity` wrote.
+
+    They lie in PATH.partial: the identity in its first line, then a row a line. A line that a kill tore is cut off.
+
+    Raises:
+        ConfigError: they are of another identity, whose differences it names, or another process is writing.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("a+b") as file:
+        if not lock(file):
+            raise ConfigError(f"{partial} belongs to another process, which goes on: wait, or stop it.")
+        file.seek(0)
+        content = file.read()
+        lines, first = content[: content.rfind(b"\n") + 1], json_line(identity)
+        file.truncate(len(lines))
+        if not lines:
+            append(partial, first)
+        elif not lines.startswith(first):
+            before, now = json.loads(lines.partition(b"\n")[0]), json.loads(first)
+            names = [name for name in before | now if before.get(name) != now.get(name)]
+            changes = [f"{name}: {json.dumps(before.get(name))} → {json.dumps(now.get(name))}" for name in names]
+            raise ConfigError(
+                f"{partial} was begun with other settings ({'; '.join(changes)}): use those, or remove it."
+            )
+        yield UnfinishedTable(path, partial, max(0, lines.count(b"\n") - 1))

@@ -90,15 +90,10 @@ def check_generation(config: GenerationConfig) -> None:
         raise ConfigError(f"data.output_path={data.output_path} exists already: name another file, or remove it.")
     check_output_folder(str(output.parent), "data.output_path")
     if rollout.n != data.n_samples:
-        raise ConfigError(
-            f"rollout.n={rollout.n} and data.n_samples={data.n_samples} differ: set data.n_samples alone, the other "
-            "follows."
-        )
+        raise ConfigError(f"rollout.n={rollout.n} is not data.n_samples={data.n_samples}: set the latter alone.")
     if rollout.n > 1 and is_greedy(rollout):
-        raise ConfigError(
-            f"data.n_samples={rollout.n} with rollout.do_sample={str(rollout.do_sample).lower()} asks for {rollout.n} "
-            "greedy responses to a prompt, which are all the same: set data.n_samples=1, or rollout.do_sample=true."
-        )
+        greedy = f"data.n_samples={rollout.n} asks for {rollout.n} greedy responses to a prompt, all the same"
+        raise ConfigError(f"{greedy}: set it to 1, or rollout.do_sample=true.")
     check_engine_settings(rollout, data, config.model)
 
 
@@ -122,10 +117,7 @@ def check_engine_settings(rollout: RolloutConfig, data: GenerationDataConfig, mo
         raise ConfigError(f"model.lora_rank={rank} is set, which only training reads: set model.lora_adapter_path.")
     for name, length in (("prompt_length", data.max_prompt_length), ("response_length", data.max_response_length)):
         if rollout[name] != length:
-            raise ConfigError(
-                f"rollout.{name}={rollout[name]} and data.max_{name}={length} differ: set data.max_{name} alone, the "
-                "other follows."
-            )
+            raise ConfigError(f"rollout.{name}={rollout[name]} is not data.max_{name}={length}: set the latter alone.")
     defaults, sampling = RolloutConfig(log_prob_max_token_len_per_gpu=1), rollout.val_kwargs
     changed = [name for name in TRAINING_ONLY if rollout.get(name) != defaults.get(name)]
     changed += [f"val_kwargs.{item.name}" for item in fields(sampling) if item.default != sampling[item.name]]

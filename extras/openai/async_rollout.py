@@ -35,10 +35,9 @@ class AsyncRollout(Rollout):
         sampling = request.sampling
         filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         if sampling.do_sample and filtered and not self.counts_filters:
+            filters = f"top_k={sampling.top_k}, top_p={sampling.top_p} and min_p={sampling.min_p}"
             raise ValueError(
-                f"request {request.id} asks for top_k={sampling.top_k}, top_p={sampling.top_p} and min_p="
-                f"{sampling.min_p}, which the engine's log-probs leave out: they are not those of what is drawn. "
-                "Sample without (top_k=-1, top_p=1, min_p=0)."
+                f"request {request.id} asks for {filters}, which the engine's log-probs leave out: set -1, 1 and 0."
             )
         super().add(request)
 

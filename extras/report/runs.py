@@ -26,8 +26,6 @@ LACKS = {  # what is not known where a file of a run is missing or broken
     INFO: "versions, machine and how the run ended are not known",
     EVENTS: "notices and warnings are not known",
 }
-KINDS = {"command": list, "batch_arithmetic": list, "versions": dict, "machine": dict, "total_steps": int}  # in a start
-LAST_STEP = 2**53  # beyond it a browser rounds
 
 
 class Curve(NamedTuple):
@@ -88,10 +86,7 @@ class RunRecord:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
-    """Reads the folder of each run; names and groups them.
-
-    Raises ValueError for a folder that is no run: it is not there, or has neither metrics.jsonl nor run.json.
-    """
+    """Reads the folder of each run; names and groups them. Raises ValueError for a folder that is no run."""
     runs = [read_run(Path(folder)) for folder in {os.path.realpath(folder): folder for folder in folders}.values()]
     names = [run.name for run in runs]
     for run in runs:
@@ -112,15 +107,15 @@ def holds_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Reads one run's folder. Raises ValueError if it is none."""
+    """Reads one run's folder. Raises ValueError if it has neither metrics.jsonl nor run.json."""
     if not holds_run(folder):
-        there = "has neither metrics.jsonl nor run.json" if os.access(folder, os.X_OK) else "may not be opened"
+        reason = f"has neither {METRICS} nor {INFO}" if os.access(folder, os.X_OK) else "may not be opened"
         absent = "is a file" if os.path.isfile(folder) else "is not there"
         raise ValueError(
-            f"{folder} is no folder of a run: it {there if folder.is_dir() else absent}. Name the folder that a run "
+            f"{folder} is no folder of a run: it {reason if folder.is_dir() else absent}. Name the folder that a run "
             "prints at its start (trainer.default_local_dir)."
         )
-    run = RunRecord(name=folder.resolve().name, folder=folder)
+    run = RunRecord(folder.resolve().name, folder)
     run.info = read_info(run)
     run.config = read_config(run)
     run.name = str(run.config.get("trainer", {}).get("experiment_name") or run.name)
@@ -157,19 +152,10 @@ def read_info(run: RunRecord) -> dict[str, Any]:
         return {}
     info = parse(content)
     starts = info.get("starts") if isinstance(info, dict) else None
-    if not (isinstance(starts, list) and starts and all(isinstance(start, dict) for start in starts)):
-        run.missing.append(f"{INFO} is broken: {LACKS[INFO]}.")
-        return {}
-    leave_out_others(run, starts[-1], KINDS)
-    leave_out_others(run, starts[-1].get("machine") or {}, {"gpus": list})
-    return info
-
-
-def leave_out_others(run: RunRecord, facts: dict[str, Any], kinds: Mapping[str, type]) -> None:
-    """Leaves out facts that are of no such kind as a run writes, which `run.missing` then says."""
-    for name, kind in kinds.items():
-        if not isinstance(facts.get(name), kind | None):
-            run.missing.append(f"{INFO}: {name} is {facts.pop(name)!r:.80}, which no run writes, and is left out.")
+    if isinstance(starts, list) and starts and all(isinstance(start, dict) for start in starts):
+        return info
+    run.missing.append(f"{INFO} is broken: {LACKS[INFO]}.")
+    return {}
 
 
 def read_config(run: RunRecord) -> dict[str, Any]:
@@ -177,9 +163,9 @@ def read_config(run: RunRecord) -> dict[str, Any]:
     if (content := read_file(run, CONFIG)) is None:
         return {}
     run.config_text = content.decode(errors="backslashreplace")
-    with suppress(yaml.YAMLError, ValueError, RecursionError):  # a date that is none, a part that holds itself
+    with suppress(yaml.YAMLError, ValueError):
         config = yaml.load(run.config_text, yaml.CSafeLoader)  # six times as fast as safe_load
-        if isinstance(config, dict) and isinstance(config.get("trainer", {}), dict) and [*flatten(config)]:
+        if isinstance(config, dict) and isinstance(config.get("trainer", {}), dict):
             return config
     run.missing.append(f"{CONFIG} is broken: {LACKS[CONFIG]}.")
     return {}
@@ -190,15 +176,15 @@ def read_lines(run: RunRecord, name: str, is_wanted: Callable[[dict[str, Any]], 
     lines = [line for line in (read_file(run, name) or b"").split(b"\n") if line.strip()]
     entries = [entry for entry in map(parse, lines) if isinstance(entry, dict) and is_wanted(entry)]
     if left_out := len(lines) - len(entries):
-        said = f"{left_out} of {len(lines)} lines cannot be read (torn by a kill?) and are left out."
-        run.missing.append(f"{name}: {said}")
+        run.missing.append(
+            f"{name}: {left_out} of {len(lines)} lines cannot be read (torn by a kill?) and are left out."
+        )
     return entries
 
 
 def is_entry(entry: Mapping[str, Any]) -> bool:
     """Whether it is a line of metrics.jsonl."""
-    step = entry.get("step")
-    return isinstance(step, int) and 0 <= step < LAST_STEP and isinstance(entry.get("data"), dict)
+    return isinstance(entry.get("step"), int) and isinstance(entry.get("data"), dict)
 
 
 def columns(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
@@ -208,16 +194,8 @@ def columns(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
         for name, value in data.items():
             curve = curves.setdefault(name, Curve([], []))
             curve.steps.append(step)
-            curve.values.append(finite(value))
+            curve.values.append(float(value) if isinstance(value, int | float) and math.isfinite(value) else None)
     return curves
-
-
-def finite(value: Any) -> float | None:
-    """Returns a number that is finite as it is, and None for anything else."""
-    with suppress(OverflowError):  # an int beyond all floats
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    return None
 
 
 def find_samples(run: RunRecord, kind: str) -> list[SampleFile]:
@@ -226,43 +204,40 @@ def find_samples(run: RunRecord, kind: str) -> list[SampleFile]:
     In a folder outside the run's own, files from before its first start are of another run.
     """
     setting = {"train": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
-    own, began, found = run.folder / "samples" / kind, 0.0, {}
-    named = run.config.get("trainer", {}).get(setting)
-    with suppress(LookupError, TypeError, ValueError, ArithmeticError):
+    own, began = run.folder / "samples" / kind, 0.0
+    dump = run.config.get("trainer", {}).get(setting)
+    with suppress(LookupError, TypeError, ValueError):
         began = datetime.fromisoformat(run.info["starts"][0]["started"]).timestamp()
-    for folder in (own, *((ROOT / str(named), Path(str(named))) if named else ())):
-        try:
-            paths = [path for path in folder.iterdir() if path.suffix == ".jsonl" and path.stem.isdecimal()]
-            mine = [path for path in paths if folder == own or path.stat().st_mtime >= began]
-        except (FileNotFoundError, ValueError):  # a path that no system has
+    files: dict[int, SampleFile] = {}
+    for folder in (own, *((ROOT / str(dump), Path(str(dump))) if dump else ())):
+        if not folder.is_dir():
             continue
-        except OSError as error:
-            run.missing.append(f"{folder} cannot be read ({error.strerror}): its samples are left out.")
-            continue
-        found |= {int(path.stem): SampleFile(kind, int(path.stem), path) for path in mine}
-    return [found[step] for step in sorted(found)]
+        for path in folder.glob("*.jsonl"):
+            if path.stem.isdecimal() and (folder == own or path.stat().st_mtime >= began):
+                files[int(path.stem)] = SampleFile(kind, int(path.stem), path)
+    return [files[step] for step in sorted(files)]
 
 
 def state_of(run: RunRecord) -> str:
     """Says how a run ended, or that it goes on: some process holds its lock."""
-    left = "killed" if run.start else "ended"
+    state = "killed" if run.start else "ended"
     try:
         with (run.folder / LOCK).open("rb") as file:
             if not lock(file):
                 return "running"
     except FileNotFoundError:
         pass
-    except OSError:  # whose run it is, it may go on
-        left = "ended"
-    return str(run.start.get("ending") or left)
+    except OSError:  # of another user: it may go on
+        state = "ended"
+    return str(run.start.get("ending") or state)
 
 
 def sentences_on_gaps(run: RunRecord) -> list[str]:
     """Names what a report would show and the run has not, besides broken files."""
     gaps = []
     if not run.metrics:
-        is_said = any(sentence.startswith(METRICS) for sentence in run.missing)
-        gaps += [] if is_said else ["There are no metrics yet: no step has ended."]
+        is_told = any(sentence.startswith(METRICS) for sentence in run.missing)
+        gaps += [] if is_told else ["There are no metrics yet: no step has ended."]
     elif not any(name.startswith(("val-", "val/")) for name in run.metrics):
         gaps.append("There was no validation.")
     if run.metrics and not run.samples and "model.path" not in run.settings:  # supervised training draws none
@@ -285,10 +260,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
 def without_seed(run: RunRecord) -> dict[str, Any]:
     """Returns the settings that make two runs the same experiment: all but seeds and the places of its own files."""
     own = {*SEEDS, *(f"trainer.{name}" for name in OF_ONE_RUN)}
-    place = str(run.config.get("trainer", {}).get("default_local_dir") or run.folder)
+    folder = str(run.config.get("trainer", {}).get("default_local_dir") or run.folder)
     kept = {key: value for key, value in run.settings.items() if key not in own}
     # A run alone knows its own start, such as <folder>/warm_start, and one without a config is like no other.
-    return {key: str(value).replace(place, "…") for key, value in kept.items()} or {"folder": str(run.folder)}
+    return {key: str(value).replace(folder, "…") for key, value in kept.items()} or {"folder": str(run.folder)}
 
 
 def group_name(names: Sequence[str], kind: str = "seeds") -> str:
@@ -310,9 +285,8 @@ def differences(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def versions(run: RunRecord) -> dict[str, Any]:
     """Returns the commit and the packages of a run's last start."""
-    packages, commit = run.start.get("versions"), run.start.get("commit")
-    found = {f"version of {name}": version for name, version in packages.items()} if isinstance(packages, dict) else {}
-    return found | ({"commit": commit} if commit else {})
+    packages = {f"version of {name}": version for name, version in run.start.get("versions", {}).items()}
+    return packages | ({"commit": run.start["commit"]} if run.start.get("commit") else {})
 
 
 def spell(value: Any) -> str:

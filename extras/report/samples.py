@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
-from extras.report.runs import LAST_STEP, RunRecord, SampleFile
+from extras.report.runs import RunRecord, SampleFile
 
 CHUNK_TOKENS = 200_000  # of one file, at most: more take too long to open
+LARGEST_INT = 2**53  # beyond it a browser rounds
 LARGEST, NONE = 32.767, -(2**15)  # as thousandths in two bytes; what stands there for "not computed"
 LEAST = 1e-6  # share of the groups, below which none is tried
 MOST = 1e30  # for a number of a token: a sample that has a larger one is broken
@@ -62,12 +61,11 @@ def pack_samples(runs: Sequence[RunRecord], room: int) -> dict[str, Any] | None:
     be read are named in the run's `missing`.
     """
     files = [(number, file) for number, run in enumerate(runs) for file in run.samples]
-    share, packed, console = 1.0, None, Console(stderr=True)
-    shows = {"description": "samples", "console": console, "transient": True, "disable": not console.is_terminal}
+    share, packed = 1.0, None
     while packed is None and share > LEAST:
         packer = Packer(share, room, sum(os.path.getsize(file.path) for _, file in files if os.path.isfile(file.path)))
         try:
-            for number, file in track(files, **shows):
+            for number, file in files:
                 packer.add(number, file)
             packed = packer.result()
         except TooLarge as error:
@@ -179,7 +177,7 @@ class Chunk:
         tokens = [tables.tokens[token] for token in zip(ids, texts, strict=True)]
         prompts = ["".join(row.get("prompt_texts") or "") or str(record["input"]) for row in rows or [record]]
         earned = lists["advantages"][mask & np.isfinite(lists["advantages"])]
-        known = {k: str(v) if isinstance(v, int) and abs(v) > LAST_STEP else v for k, v in record.items()}
+        known = {k: str(v) if isinstance(v, int) and abs(v) > LARGEST_INT else v for k, v in record.items()}
         said = {name: known[name] for name in record.get("reward_extra_keys") or () if name in known}
         about = {name: value for name, value in known.items() if name not in PACKED | {*said} and value is not None}
         detail = {"rows": [[tables.prompts[prompts[place]], len(row["token_ids"])] for place, row in enumerate(rows)]}

@@ -1,10 +1,8 @@
-"""Rollouts as people and programs read them: records of JSON, and the same in the terminal.
+"""Rollouts as records of JSON: texts for people, tokens with their numbers for programs.
 
-trainer.rollout_data_dir, trainer.validation_data_dir and a run's samples/ (extras/report/sample_files.py) hold one JSON
-object a line, a record of a sample: an answer to a prompt, or a whole episode. It has texts to read, of an episode turn
-by turn (`turns`), and the tokens that were learnt from with the numbers of each (`rows`), which `read_episodes` gives
-back as they were. In the terminal an episode is shown turn by turn: dim what the policy was shown, bold what it said
-(which is what is trained), and what that earned.
+trainer.rollout_data_dir, trainer.validation_data_dir and a run's samples/ hold one JSON object a line, a record of a
+sample: an answer to a prompt, or a whole episode. It has texts to read, of an episode turn by turn (`turns`), and the
+tokens that were learnt from with the numbers of each (`rows`), which `read_episodes` gives back as they were.
 """
 
 import json
@@ -15,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console, Group
-from rich.panel import Panel
-from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.protocol import DataProto
 from data.types import Sample
-from extras.report.lines import fields_table
 from training.episode_rows import EpisodeRows
 from training.reward import policy_ids
-from training.tracking import short_number
 
 Record = dict[str, Any]
 
@@ -54,9 +47,8 @@ COMPUTED = ("old_log_probs", "ref_log_prob", "values", "entropys", "advantages")
 
 NOT_EXTRAS = ("rows", "turns", "weight_versions", "end_reason")  # of samples that are read again
 
-FOR_PROGRAMS = ("rows", "reward_extra_keys", "response", "__messages__")  # shown nowhere
-IN_TURNS = (*FOR_PROGRAMS, "step", "input", "output", "turns", "raw_prompt", "extra_info", "__num_turns__")
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
+SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
 MOST_HELD = 32  # tokens that may have no text until all before them are decoded again
 
 
@@ -115,11 +107,9 @@ def read_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase, is_episod
 
 
 def span_of_versions(row: Record) -> list[int]:
-    """Lists the first and the last version of the weights that the policy's tokens were sampled from; empty, where the
-    policy has none."""
-    versions = zip(row["weight_versions"], row["policy_mask"], strict=True)
-    found = [version for version, policy in versions if policy]
-    return [min(found), max(found)] if found else []
+    """Lists the first and the last version of the weights that the policy's tokens are from; empty if it has none."""
+    versions = [number for number, policy in zip(row["weight_versions"], row["policy_mask"], strict=True) if policy]
+    return [min(versions), max(versions)] if versions else []
 
 
 def without_objects(info: Mapping[str, Any]) -> Record:
@@ -137,15 +127,12 @@ def token_lists(batch: DataProto, row: int, texts: "TokenTexts") -> Record:
     kept = attended[-width:]
     lists = {name: tensors[column][row][kept].tolist() for name, column in TOKENS.items() if column in tensors}
     lists.setdefault("turns", [0] * len(lists["token_ids"]))
-    lists |= {name: six_digits(tensors[name][row][kept]) for name in COMPUTED if name in tensors}
+    for name in (name for name in COMPUTED if name in tensors):
+        lists[name] = [float(f"{number:.6g}") for number in tensors[name][row][kept].tolist()]
     if "loss_mask" in tensors and not tensors["loss_mask"].equal(tensors["response_mask"]):
         lists["loss_mask"] = tensors["loss_mask"][row][kept].int().tolist()
     shown = {"prompt_ids": prompt_ids, "prompt_texts": texts.of(prompt_ids)}
     return {**shown, "token_texts": texts.of(lists["token_ids"]), **lists}
-
-
-def six_digits(numbers: Tensor) -> list[float]:
-    return [float(f"{number:.6g}") for number in numbers.tolist()]
 
 
 class TokenTexts:
@@ -202,7 +189,7 @@ class TokenTexts:
 
 @lru_cache(maxsize=1)
 def token_texts_of(tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
-    """Returns the texts of a tokenizer's tokens: the same object each time, which knows the vocabulary it has seen."""
+    """Returns the texts of a tokenizer's tokens: the same object each time, which knows what it has decoded."""
     return TokenTexts(tokenizer)
 
 
@@ -253,39 +240,27 @@ def read_episodes(path: str | Path) -> list[list[Sample]]:
     for number, record in enumerate(read_records(path), start=1):
         if "rows" not in record:
             raise ValueError(f"{path}, line {number}: this is no sample: it has no rows of tokens, but {[*record]}.")
-        about = {name: value for name, value in record.items() if name not in NOT_EXTRAS}
+        extras = {name: value for name, value in record.items() if name not in NOT_EXTRAS}
         try:
-            samples = [as_sample(row, record.get("end_reason"), dict(about)) for row in record["rows"]]
+            samples = [
+                Sample(
+                    row["prompt_ids"],
+                    **{name: row[name] for name in TOKENS},
+                    end_reason=record.get("end_reason"),
+                    extras=dict(extras),
+                )
+                for row in record["rows"]
+            ]
         except (AssertionError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: its rows are broken: {error}.") from error
         episodes.append(samples)
     return episodes
 
 
-def as_sample(row: Record, end_reason: str | None, extras: Record) -> Sample:
-    """Builds the sample of a record's row; asserts that its lists have one entry a token."""
-    lists = {name: row[name] for name in TOKENS}
-    return Sample(row["prompt_ids"], **lists, end_reason=end_reason, extras=extras)
-
-
-def print_records(title: str, records: Sequence[Record]) -> None:
-    """Prints each rollout in a box under `title`, and its number: of an episode turn by turn, and its other fields."""
-    for number, record in enumerate(records, start=1):
-        hidden = IN_TURNS if "turns" in record else FOR_PROGRAMS
-        about = {name: value for name, value in record.items() if name not in hidden and not says_nothing(value)}
-        content = Group(*map(turn_view, record.get("turns", ())), fields_table(about))
-        heading = Text(f"{title} · {number} of {len(records)}")
-        Console().print(Panel(content, title=heading, title_align="left"))
-
-
-def says_nothing(value: Any) -> bool:
-    """Whether it is None, or a list or dictionary without entries."""
-    return value is None or (isinstance(value, list | dict) and not value)
-
-
-def turn_view(turn: Record) -> Group:
-    """Styles a turn: the prompt dim, the answer bold, and below it what it earned; a blank answer is quoted."""
-    answer = turn["response"]
-    texts = [(turn["prompt"], "dim"), (answer if answer.strip() else repr(answer) * bool(answer), "bold")]
-    texts += [(f"reward {short_number(turn['reward'])}", "green")] if turn["reward"] else []
-    return Group(*(Text.from_ansi(text, style=style) for text, style in texts if text.strip()))
+def without_middle(text: str) -> str:
+    """Cuts a `text` that is longer than SAMPLE_CHARACTERS to its beginning and its end."""
+    left_out = len(text) - SAMPLE_CHARACTERS
+    if left_out <= 0:
+        return text
+    half = SAMPLE_CHARACTERS // 2
+    return f"{text[:half]}\n… {left_out} characters …\n{text[-half:]}"

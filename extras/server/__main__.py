@@ -59,14 +59,12 @@ def address(host: str, port: int) -> str:
 
 
 def served_name(config: ServerConfig) -> str:
-    """Returns the name that clients use for the model."""
     return config.server.served_model_name or config.model.path
 
 
 def load_served(config: ServerConfig) -> Served:
     """Loads the model of the config, ready to answer requests."""
-    rollout = config.rollout
-    tokenizer = load_tokenizer(config.model, "model")
+    rollout, tokenizer = config.rollout, load_tokenizer(config.model, "model")
     standalone = StandaloneRollout(config.model, rollout, tokenizer, config.trainer.n_threads)
     return Served(
         name=served_name(config),
@@ -80,22 +78,15 @@ def load_served(config: ServerConfig) -> Served:
 
 
 def bind_socket(server: ServerSettings) -> socket.socket:
-    """Binds a socket to the port, without listening yet: nobody can connect before the model is loaded.
-
-    Raises:
-        ConfigError: the port is not available.
-    """
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(family)
+    """Binds a socket to the port, and does not listen before the model is loaded. Raises ConfigError if it is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((server.host, server.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"server.host={server.host} server.port={server.port} cannot be listened at ({error.strerror}): name "
-            "another port, or 0 for any free one."
-        ) from error
+        address = f"server.host={server.host} server.port={server.port}"
+        raise ConfigError(f"{address} cannot be listened at ({error.strerror}): set another, or 0 for any.") from error
     return listener
 
 
@@ -109,16 +100,9 @@ def become_vllm(config: ServerConfig, listener: socket.socket) -> NoReturn:
 
 
 def vllm_command(config: ServerConfig, port: int) -> list[str]:
-    """Builds the command line of vLLM's server for the same settings, at this port.
-
-    Raises:
-        ConfigError: vLLM is not installed.
-    """
+    """Builds the command line of vLLM's server for the same settings. Raises ConfigError if it is not installed."""
     if find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.name=vllm: vLLM is not installed here (pip install -r requirements-vllm.txt): install it, or "
-            "serve by rollout.name=hf."
-        )
+        raise ConfigError("rollout.name=vllm: pip install -r requirements-vllm.txt, or serve by rollout.name=hf.")
     model, server = config.model, config.server
     path, device = check_model_path(model.path, "model.path"), training_device(n_gpus=None)
     text = load_model_config(model, path, "model.path").get_text_config()

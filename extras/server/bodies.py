@@ -1,9 +1,8 @@
-"""Requests and responses of an OpenAI-compatible API: bodies that are checked, the JSON that answers them, and the text
-of a response while its tokens come.
+"""Checks requests of an OpenAI-compatible API, and builds the JSON that answers them, text while its tokens come.
 
-Whatever a request may ask for has a bound, so that its failure is its own. Fields are those of api.openai.com, and of
-vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with ignore_eos. What this server does not do is
-refused unless it is left at the value that asks for nothing.
+Whatever a request may ask for has a bound. Fields are those of api.openai.com, and of vLLM's server: top_k, min_p,
+return_token_ids, and stop_token_ids with ignore_eos. What this server does not do is refused, unless it is left at the
+value that asks for nothing.
 """
 
 import json
@@ -161,12 +160,8 @@ class Part:
     finish_reason: str | None = None
 
     def __add__(self, other: "Part") -> "Part":
-        return Part(
-            self.text + other.text,
-            self.token_ids + other.token_ids,
-            self.log_probs + other.log_probs,
-            other.finish_reason,
-        )
+        ids, log_probs = self.token_ids + other.token_ids, self.log_probs + other.log_probs
+        return Part(self.text + other.text, ids, log_probs, other.finish_reason)
 
 
 class ResponseBuilder:
@@ -191,15 +186,11 @@ class ResponseBuilder:
     def opening(self, index: int) -> Json:
         """Returns the chunk that begins a choice of a chat."""
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return {**self.envelope(self.body.chunk_name), "choices": [choice]}
+        return self.chunk([choice])
 
-    def chunk(self, index: int, part: Part) -> Json:
-        """Returns the chunk of a new part of a choice."""
-        return {**self.envelope(self.body.chunk_name), "choices": [self.choice(index, part, "delta")]}
-
-    def closing(self) -> Json:
-        """Returns the chunk of stream_options.include_usage."""
-        return {**self.envelope(self.body.chunk_name), "choices": [], "usage": self.usage()}
+    def chunk(self, choices: list[Json], **more: Json) -> Json:
+        """Returns a chunk of new parts of choices; without one and with usage, that of stream_options.include_usage."""
+        return {**self.envelope(self.body.chunk_name), "choices": choices, **more}
 
     def envelope(self, name: str) -> Json:
         return {"id": self.id, "object": name, "created": self.created, "model": self.body.model}
@@ -217,21 +208,20 @@ class ResponseBuilder:
         else:
             choice["text"] = part.text
         if self.body.wants_log_probs:
-            choice["logprobs"] = self.chat_log_probs(part) if self.is_chat else self.log_probs(part)
+            choice["logprobs"] = self.log_probs(part)
         if self.body.return_token_ids:
             choice |= {"token_ids": part.token_ids, "prompt_token_ids": self.prompts[index // (self.body.n or 1)]}
         return choice
 
-    def chat_log_probs(self, part: Part) -> Json:
-        entries = []
-        for token_id, log_prob in zip(part.token_ids, part.log_probs, strict=True):
-            token = self.token_text(token_id)
-            entries.append({"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []})
-        return {"content": entries, "refusal": None}
-
     def log_probs(self, part: Part) -> Json:
         tokens = [self.token_text(token_id) for token_id in part.token_ids]
-        return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
+        if not self.is_chat:
+            return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
+        entries = [
+            {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, log_prob in zip(tokens, part.log_probs, strict=True)
+        ]
+        return {"content": entries, "refusal": None}
 
 
 def check_characters(body: Json) -> None:
@@ -243,11 +233,7 @@ def check_characters(body: Json) -> None:
 
 
 def as_string(content: Any) -> Any:
-    """The content of a message as templates take it: parts of text are joined by line feeds.
-
-    Raises:
-        ValueError: a part is no text.
-    """
+    """Joins the parts of a message's content by line feeds, for templates. Raises ValueError if a part is no text."""
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):

@@ -56,15 +56,12 @@ def check_server(config: ServerConfig) -> None:
     if server.host not in LOOPBACK and not server.api_key:
         raise ConfigError(f"server.host={server.host} lets other machines in: set server.api_key, or host=127.0.0.1.")
     if server.takes_weights and (rollout.name != "vllm" or server.host not in LOOPBACK):
-        raise ConfigError(
-            f"server.takes_weights=true with rollout.name={rollout.name}, server.host={server.host}: it needs "
-            "rollout.name=vllm and server.host=127.0.0.1, as whoever reaches the port may exchange the model."
-        )
+        given = f"server.takes_weights=true with rollout.name={rollout.name}, server.host={server.host}"
+        raise ConfigError(f"{given}: it needs rollout.name=vllm and server.host=127.0.0.1.")
     adapter, rank = model.get("lora_adapter_path"), model.get("lora_rank")
     if adapter and rollout.name == "vllm":
         raise ConfigError(
-            f"model.lora_adapter_path={adapter} with rollout.name=vllm, which reads model.path alone: "
-            "set that to a merged model (a checkpoint's huggingface/), or serve by rollout.name=hf."
+            f"model.lora_adapter_path={adapter}: rollout.name=vllm reads a merged model in model.path alone."
         )
     if rank and not adapter:
         raise ConfigError(f"model.lora_rank={rank} is set, which only training reads: set model.lora_adapter_path.")

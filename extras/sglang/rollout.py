@@ -27,11 +27,7 @@ SEEDS = 1 << 31
 
 
 class SGLangRollout(AsyncRollout):
-    """Samples by SGLang; it starts from the model's config alone, and `load_weights` brings the weights.
-
-    Raises:
-        TypeError: an entry of engine_kwargs.sglang is no argument of sglang.srt.server_args.ServerArgs.
-    """
+    """Samples by SGLang; it starts from the model's config alone, and `load_weights` brings the weights."""
 
     own_weights = True
     counts_filters = False
@@ -39,9 +35,7 @@ class SGLangRollout(AsyncRollout):
     @classmethod
     def check(cls, config: RolloutConfig, workers: int, gpus: int) -> None:
         if find_spec("sglang") is None:
-            raise ConfigError(
-                f"{KEY}.name={config.name}: SGLang is not installed here (docs/engines.md); or set {KEY}.name=hf."
-            )
+            raise ConfigError(f"{KEY}.name={config.name}: SGLang is not installed (docs/engines.md).")
         super().check(config, workers, gpus)
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -71,12 +65,11 @@ class SGLangRollout(AsyncRollout):
             "stop_token_ids": fields["stop_token_ids"],
             "ignore_eos": not fields["stop_token_ids"],  # where it is set, SGLang does not stop at these either
         }
-        found = await self.engine.async_generate(
+        output = await self.engine.async_generate(
             input_ids=request.prompt_ids, sampling_params=params, return_logprob=True, rid=str(request.id)
         )
-        meta = found["meta_info"]
-        tokens = [(log_prob, token_id) for log_prob, token_id, *_ in meta.get("output_token_logprobs", [])]
-        token_ids, log_probs = [token_id for _, token_id in tokens], [log_prob for log_prob, _ in tokens]
+        meta = output["meta_info"]
+        log_probs, token_ids = [[entry[part] for entry in meta.get("output_token_logprobs", [])] for part in (0, 1)]
         return self._completion(request, token_ids, log_probs, meta["finish_reason"]["type"])
 
     async def drop(self, tasks: dict[int, asyncio.Task[Completion]]) -> None:
@@ -88,8 +81,7 @@ class SGLangRollout(AsyncRollout):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies `weights`, named as in a checkpoint, some at a time, and drops the caches.
 
-        Raises:
-            ValueError: there are none, or SGLang does not take them.
+        Raises ValueError if there are none, or if SGLang does not take them.
         """
         super().load_weights(weights, version)
         for bucket in buckets(self._at_least_one(weights)):

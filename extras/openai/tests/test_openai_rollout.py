@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from time import sleep
 
 import pytest
@@ -93,25 +93,6 @@ def test_an_aborted_request_is_hung_up(address: str, served: Served, tiny_model:
     assert not served.pump.clients
 
 
-def test_no_more_requests_than_max_num_seqs_are_under_way(tiny_model: Path):
-    lock, under_way, most = Lock(), 0, 0
-
-    def complete(body: dict) -> tuple[int, dict]:
-        nonlocal under_way, most
-        with lock:
-            under_way += 1
-            most = max(most, under_way)
-        sleep(0.01)
-        with lock:
-            under_way -= 1
-        return sure(body)
-
-    with scripted(complete) as url:
-        engine = engine_for(url, tiny_model, max_num_seqs=3)
-        assert len(engine.generate([Request(row, [20], PLAIN, row) for row in range(20)])) == 20
-    assert most == 3
-
-
 def test_a_failure_that_passes_is_tried_again(tiny_model: Path, impatient: None):
     failures = iter([503, 429])
 
@@ -165,19 +146,6 @@ def test_a_server_that_does_not_answer_in_time_is_named():
                 asyncio.run(ask_once("POST", f"{url}/v1/completions", {}, timeout=0.1))
         finally:
             over.set()
-
-
-def test_an_engine_that_is_collected_while_another_loop_runs_hangs_up():
-    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-    session = runner.run(http.open_session())
-
-    async def collect() -> None:
-        openai_rollout.hang_up(runner, session)
-
-    asyncio.run(collect())
-    assert session.closed
-    with pytest.raises(RuntimeError, match="Runner is closed"):
-        runner.get_loop()
 
 
 def test_what_a_server_refuses_is_said_at_once_in_its_words(address: str, tiny_model: Path):

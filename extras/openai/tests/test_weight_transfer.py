@@ -20,7 +20,6 @@ from extras.openai.weight_transfer import (
     WeightTransfer,
     buckets,
     check_weight_transfer,
-    own_address,
     passing_folder,
     read_weights,
     weight_transfer,
@@ -84,7 +83,7 @@ def test_weights_pass_through_files_as_they_are(tmp_path: Path):
         "embed": tied, "lm_head": tied, "half": torch.randn(4).bfloat16(), "turned": torch.randn(2, 6).T,
         "scalar": torch.tensor(2.0), "parameter": torch.nn.Parameter(torch.ones(2)),
     }  # fmt: skip
-    assert write_weights(weights.items(), tmp_path) == 6
+    write_weights(weights.items(), tmp_path)
     found = dict(read_weights(str(tmp_path)))
     assert list(found) == list(weights)
     for name, tensor in weights.items():
@@ -101,7 +100,8 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path: Path):
             assert len(list(tmp_path.iterdir())) == number
             yield str(number), torch.ones(number + 1)
 
-    assert write_weights(weights(), tmp_path) == 3
+    write_weights(weights(), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_server_reads_them_within_an_update_and_drops_its_caches_after_it(tmp_path: Path):
@@ -180,10 +180,6 @@ def test_nccl_is_refused_where_there_is_no_gpu_or_no_vllm(monkeypatch: pytest.Mo
     monkeypatch.setattr(transfers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"weight_transfer=nccl needs vLLM, which is not installed"):
         check_weight_transfer(nccl, gpus=1)
-
-
-def test_a_server_on_this_node_meets_the_trainer_on_loopback():
-    assert own_address("http://127.0.0.1:8000/v1") == "127.0.0.1"
 
 
 def test_buckets_of_weights_are_filled_as_they_come(monkeypatch: pytest.MonkeyPatch):

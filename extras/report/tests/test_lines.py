@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from extras.report import lines as reports
-from extras.report.lines import plot_metric
-from extras.report.transcripts import print_records
+from extras.report import charts as reports
+from extras.report.charts import plot_metric
+from extras.report.show_episodes import print_records
 from tests.test_tracking import start
 from training.tracking import METRICS_FILE
 

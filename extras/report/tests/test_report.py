@@ -154,45 +154,26 @@ def put(before, after):
     return lambda text: text.replace(before, after, 1)
 
 
-DEEP, SAMPLES = "[" * 50_000, "samples/train/2.jsonl"
+SAMPLES = "samples/train/2.jsonl"
 BROKEN = {  # a file, what becomes of its text (None: it is not there; mkdir: it is a folder), and what is said of it
     "a torn line of metrics": ("metrics.jsonl", lambda text: text[:-20], "1 of 13 lines cannot be read"),
     "a step that is none": ("metrics.jsonl", put('"step": 3', '"step": "3"'), "1 of 13 lines cannot be read"),
-    "a step beyond all": ("metrics.jsonl", put('"step": 3', f'"step": {10**20}'), "1 of 13 lines cannot be read"),
-    "metrics nested too deep": ("metrics.jsonl", lambda text: text + DEEP, "1 of 14 lines cannot be read"),
     "NaN": ("metrics.jsonl", put('"timing_s/gen": 1.5', '"timing_s/gen": NaN'), "curves): timing_s/gen."),
     "a text": ("metrics.jsonl", put('"timing_s/gen": 1.5', '"timing_s/gen": "1.5"'), "curves): timing_s/gen."),
-    "beyond a float": ("metrics.jsonl", put('gen": 1.5', f'gen": {10**400}'), "curves): timing_s/gen."),
     "no metrics": ("metrics.jsonl", None, "There are no metrics yet"),
-    "metrics that are a folder": ("metrics.jsonl", Path.mkdir, "metrics.jsonl cannot be read (Is a directory)"),
     "no validation": ("metrics.jsonl", lambda text: text.replace("val-core", "other"), "There was no validation"),
     "no run.json": ("run.json", None, "There is no run.json"),
     "a torn run.json": ("run.json", lambda text: text[:40], "run.json is broken"),
-    "an empty run.json": ("run.json", lambda _: "", "run.json is broken"),
-    "a run.json that is a folder": ("run.json", Path.mkdir, "run.json cannot be read (Is a directory)"),
-    "a run.json nested too deep": ("run.json", lambda _: DEEP, "run.json is broken"),
-    "starts that are none": ("run.json", lambda _: '{"starts": [3]}', "run.json is broken"),
     "a run that never started": ("run.json", lambda _: '{"starts": []}', "run.json is broken"),
-    "a machine that is none": ("run.json", put('"machine": {', '"machine": 3, "m": {'), "machine is 3, which no run"),
-    "GPUs that are none": ("run.json", put('"gpus": []', '"gpus": 8'), "gpus is 8, which no run"),
-    "versions that are none": ("run.json", put('"versions": {', '"versions": [{}], "v": {'), "versions is [{}], which"),
-    "steps that are none": ("run.json", put('"total_steps": 12', '"total_steps": "12"'), "total_steps is '12', which"),
-    "a command that is none": ("run.json", put('"command": ["python",', '"command": 3, "c": ['), "command is 3, which"),
     "no config": ("config.yaml", None, "There is no config.yaml"),
     "a torn config": ("config.yaml", lambda _: "a: [", "config.yaml is broken"),
-    "a date that is none": ("config.yaml", lambda _: "trainer: {}\na: 2026-13-45", "config.yaml is broken"),
-    "a config that holds itself": ("config.yaml", lambda _: "a: &a {b: *a}", "config.yaml is broken"),
-    "an empty config": ("config.yaml", lambda _: "", "config.yaml is broken"),
     "a config that is a folder": ("config.yaml", Path.mkdir, "config.yaml cannot be read (Is a directory)"),
     "a torn notice": ("events.jsonl", lambda text: text[:9], "1 of 1 lines cannot be read"),
-    "notices that are a folder": ("events.jsonl", Path.mkdir, "events.jsonl cannot be read (Is a directory)"),
     "a torn sample": (SAMPLES, lambda text: text[:-9], "2.jsonl: 1 samples cannot be read"),
     "a number that JSON has not": (SAMPLES, put('"score":', '"beyond": 1e999, "score":'), "2.jsonl: 1 samples cannot"),
     "a number that no token has": (SAMPLES, put('"rewards": [0.0', '"rewards": [1e308'), "2.jsonl: 1 samples cannot"),
-    "a score beyond a float": (SAMPLES, put('"score": ', f'"score": {10**400}, "s": '), "2.jsonl: 1 samples cannot"),
     "a score that is a text": (SAMPLES, put('"score": ', '"score": "1", "s": '), "2.jsonl: 1 samples cannot"),
     "texts that are none": (SAMPLES, put('"token_texts": ["', '"token_texts": [3, "'), "2.jsonl: 1 samples cannot"),
-    "a sample nested too deep": (SAMPLES, lambda text: text + DEEP, "2.jsonl: 1 samples cannot be read"),
     "samples that are a folder": (SAMPLES, Path.mkdir, "train/2.jsonl cannot be read (Is a directory)"),
 }
 

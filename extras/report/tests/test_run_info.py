@@ -15,7 +15,7 @@ import torch
 
 import main
 from configs.errors import latest, notice
-from extras.report.run_info import EventFile, RunFile, git_state, machine
+from extras.report.observer import EventFile, RunFile, git_state, machine
 from tests.runs import compose, files_of_at_most, short_run
 
 CONFIG = compose("actor_rollout_ref.model.path=unused")

@@ -16,7 +16,7 @@ from data.files import dump_jsonl
 from data.padding import collate
 from data.protocol import DataProto
 from extras.evaluation import main_eval
-from extras.report.sample_files import SampleFiles, pick_groups, pick_prompts
+from extras.report.observer import SampleFiles, pick_groups, pick_prompts
 from extras.report.tests.records import assert_records_are_the_batch
 from extras.report.transcripts import (
     BROKEN,
