@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def runs_among(folders: Sequence[Path]) -> Sequence[Path]:
-    """Leaves out folders without a run, and says which: `outputs/*` names them too. All stay if none has a run."""
+    """Leaves out folders without a run, and says which; all stay if none has a run."""
     from extras.report.runs import holds_run
 
     runs = [folder for folder in folders if holds_run(folder) or not folder.is_dir()]
@@ -43,10 +43,7 @@ def runs_among(folders: Sequence[Path]) -> Sequence[Path]:
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the report of the runs in `folders`, and returns its path.
-
-    Raises ValueError for a folder that is no run, and for a place that cannot be written to.
-    """
+    """Writes the report of runs, and returns its path. Raises ValueError if one is none, or if it cannot be written."""
     from data.files import replacing
     from extras.report.page import build_page
     from extras.report.runs import read_runs

@@ -66,7 +66,7 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
     // The first tokens of what the policy said, with a dot where the environment spoke.
     const text = async (sample, most) => {
       const { ids, mask, words, start, detail } = await open(sample);
-      let said = detail.output ?? "", token = start, count = 0;
+      let said = "", token = start, count = 0;
       for (const [, length] of detail.rows) {
         let apart = said && " · ";
         for (const end = token + length; token < end && count < most; token++) {
@@ -88,9 +88,9 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
     for (const chunk of chunks) {
       const { ids, details } = await chunk.open();
       let token = 0;
-      const isHit = ({ rows, said, about, output }, place) => {
+      const isHit = ({ rows, said, about }, place) => {
         const sample = chunk.first + place, end = token + columns.tokens[sample];
-        let text = output?.toLowerCase() ?? "";
+        let text = "";
         for (; token < end; token++) text += texts[ids[token]];
         if (text.includes(wanted) || [[columns.prompt[sample]], ...rows].some(([prompt]) => asked[prompt])) return true;
         return [said, about].some((part) => Object.values(part).some((value) => has(plain(value))));
@@ -300,7 +300,7 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
   };
 
   const viewSample = async (sample) => {
-    const { columns } = samples, opened = await samples.open(sample), { said, about, output } = opened.detail;
+    const { columns } = samples, opened = await samples.open(sample), { said, about } = opened.detail;
     const { gts, ...others } = about, truth = gts == null ? [] : [["ground truth", gts]];
     const button = (label, step, key) => make("button", { onclick: () => move(step), title: `key ${key}` }, label);
     const big = { score: "score", advantage: "advantage", tokens: "length", end: "end" };
@@ -317,9 +317,7 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
       ),
       box("card scored", figures(told), fields([...truth, ...Object.entries(said)])),
       part("Prompt", box("text prompt", opened.prompts[columns.prompt[sample]])),
-      output === undefined
-        ? make("div", {}, viewResponse(opened))
-        : part("Response, whose tokens were not kept", box("text", output)),
+      make("div", {}, viewResponse(opened)),
       make("div", {}, viewGroup(sample)),
       make("div", {}, viewSteps(sample)),
       part("Other fields", fields(Object.entries(others))),

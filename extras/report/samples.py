@@ -7,12 +7,9 @@ looked at. Prompts and the texts of tokens stand in one table each.
 import base64
 import json
 import math
-import os
-import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +19,7 @@ from extras.report.runs import RunRecord, SampleFile
 CHUNK_TOKENS = 200_000  # of one file, at most: more take too long to open
 LARGEST_INT = 2**53  # beyond it a browser rounds
 LARGEST, NONE = 32.767, -(2**15)  # as thousandths in two bytes; what stands there for "not computed"
-LEAST = 1e-6  # share of the groups, below which none is tried
+LEAST = 1e-6  # share of the groups, below which the room is given up
 MOST = 1e30  # for a number of a token: a sample that has a larger one is broken
 LISTS = (  # of a row, with a number a token
     *("log_probs", "old_log_probs", "ref_log_prob", "advantages", "entropys", "values", "rewards"),
@@ -35,15 +32,7 @@ PACKED = {
     "__messages__",
 }  # fmt: skip
 # Raised for a line that is torn, or not such a record.
-BROKEN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-UID = re.compile(rb'(?<!\\)"uid": ("(?:[^"\\]|\\.)*"|\d+)')  # inside a text its quote would have a backslash
-
-
-class TooLarge(Exception):
-    """Raised when samples take more than their room; `share` of all of them would fit."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
+BROKEN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
 class Table(dict[Any, int]):
@@ -60,19 +49,19 @@ def pack_samples(runs: Sequence[RunRecord], room: int) -> dict[str, Any] | None:
     Where not all fit, whole groups are left out, evenly over the steps, and `left_out` says how many. Lines that cannot
     be read are named in the run's `missing`.
     """
-    files = [(number, file) for number, run in enumerate(runs) for file in run.samples]
-    share, packed = 1.0, None
-    while packed is None and share > LEAST:
-        packer = Packer(share, room, sum(os.path.getsize(file.path) for _, file in files if os.path.isfile(file.path)))
-        try:
-            for number, file in files:
+    share = 1.0
+    while True:
+        packer = Packer(share)
+        for number, run in enumerate(runs):
+            for file in run.samples:
                 packer.add(number, file)
-            packed = packer.result()
-        except TooLarge as error:
-            share = error.share
+        packed = packer.result()
+        if (size := len(json.dumps(packed))) <= room or share < LEAST:
+            break
+        share *= 0.95 * room / size
     for number, sentence in packer.missing:
         runs[number].missing.append(sentence)
-    if packed is None or (packer.dropped and not packer.chunks):
+    if size > room or (packer.dropped and not packer.chunks):
         for run in filter(lambda run: run.samples, runs):
             run.missing.append("Its samples are left out: beside the curves there is no room for them.")
         return None
@@ -80,11 +69,11 @@ def pack_samples(runs: Sequence[RunRecord], room: int) -> dict[str, Any] | None:
 
 
 class Packer:
-    """Packs file by file, `share` of the groups. Raises TooLarge beyond `room` bytes, of `total` bytes of files."""
+    """Packs file by file, `share` of the groups."""
 
-    def __init__(self, share: float, room: int, total: int) -> None:
-        self.share, self.room, self.total = share, room, total
-        self.size = self.read = self.groups = self.dropped = self.dropped_samples = 0
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.groups = self.dropped = self.dropped_samples = 0
         self.prompts, self.tokens, self.items, self.reasons = Table(), Table(), Table(), Table()
         names = ("line", "score", "advantage", "length", "tokens", "reason", "group", "item", "prompt")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -94,54 +83,47 @@ class Packer:
     def add(self, run: int, file: SampleFile) -> None:
         """Packs the samples of a file into chunks."""
         chunk, broken, name = Chunk(self), 0, f"{file.path.parent.name}/{file.path.name}"
+        groups: dict[Any, int | None] = {}
         try:
-            for line, group, content in self.select(file.path):
-                try:
-                    chunk.add(json.loads(content, parse_constant=lambda name: None), line, group)
-                except BROKEN:
-                    broken += 1
-                if len(chunk.ids) > CHUNK_TOKENS:
-                    self.close(chunk, run, file)
-                    chunk = Chunk(self)
+            with file.path.open("rb") as lines:
+                for number, line in enumerate(lines):
+                    try:
+                        record = json.loads(line, parse_constant=lambda name: None)
+                        group = self.group_of(record.get("uid", f"line {number}"), groups)
+                        if group is not None:
+                            chunk.add(record, number, group)
+                    except BROKEN:
+                        broken += bool(line.strip())
+                    if len(chunk.ids) > CHUNK_TOKENS:
+                        self.close(chunk, run, file)
+                        chunk = Chunk(self)
         except OSError as error:
             self.missing.append((run, f"{name} cannot be read ({error.strerror}): its samples are left out."))
         if broken:
             self.missing.append((run, f"{name}: {broken} samples cannot be read and are left out."))
         self.close(chunk, run, file)
 
-    def select(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
-        """Yields lines of a file with their number and that of their group, `share` of the groups."""
-        groups: dict[bytes, int | None] = {}
-        with path.open("rb") as file:
-            for number, line in enumerate(file):
-                self.read += len(line)
-                if not line.strip():
-                    continue
-                uid = found[1] if (found := UID.search(line)) else b"line %d" % number
-                if uid not in groups:
-                    before = self.groups + self.dropped
-                    keep = int((before + 1) * self.share) > int(before * self.share)
-                    groups[uid] = self.groups if keep else None
-                    self.groups, self.dropped = self.groups + keep, self.dropped + (not keep)
-                if (group := groups[uid]) is None:
-                    self.dropped_samples += 1
-                else:
-                    yield number, group, line
+    def group_of(self, uid: Any, groups: dict[Any, int | None]) -> int | None:
+        """Returns the number of a sample's group, or None where it is left out; `groups` are those of its file."""
+        if uid not in groups:
+            before = self.groups + self.dropped
+            keep = int((before + 1) * self.share) > int(before * self.share)
+            groups[uid] = self.groups if keep else None
+            self.groups, self.dropped = self.groups + keep, self.dropped + (not keep)
+        self.dropped_samples += groups[uid] is None
+        return groups[uid]
 
     def close(self, chunk: "Chunk", run: int, file: SampleFile) -> None:
-        """Adds a chunk that is complete. Raises TooLarge if there is no room for it."""
+        """Adds a chunk that is complete."""
         if chunk.details:
-            entry = {"run": run, "kind": file.kind, "step": file.step, "count": len(chunk.details), **chunk.pack()}
-            self.chunks.append(entry)
-            self.size += len(json.dumps(entry)) + 50 * entry["count"]  # 50: its columns, about
-            if self.size > self.room:
-                raise TooLarge(0.95 * self.share * self.room / self.size * self.read / self.total)
+            about = {"run": run, "kind": file.kind, "step": file.step, "count": len(chunk.details)}
+            self.chunks.append(about | chunk.pack())
 
     def result(self) -> dict[str, Any]:
-        """Returns all that samples.js reads. Raises TooLarge if it has become too large."""
+        """Returns all that samples.js reads."""
         ids, texts = zip(*self.tokens, strict=True) if self.tokens else ((), ())
         left_out = f"{self.dropped} of {self.dropped + self.groups} groups ({self.dropped_samples} samples)"
-        packed = {
+        return {
             "columns": self.columns,
             "reasons": [*self.reasons],
             "chunks": self.chunks,
@@ -149,9 +131,6 @@ class Packer:
             "vocabulary": pack_json({"ids": ids, "texts": texts}),
             "left_out": f"{left_out} are left out, evenly, to keep this page small." if self.dropped else None,
         }
-        if (size := len(json.dumps(packed))) > self.room:
-            raise TooLarge(0.95 * self.share * self.room / size)
-        return packed
 
 
 class Chunk:
@@ -166,7 +145,7 @@ class Chunk:
 
     def add(self, record: dict[str, Any], line: int, group: int) -> None:
         """Adds a sample; if the record is none, adds nothing and raises one of BROKEN."""
-        rows, score, tables = record.get("rows") or [], record.get("score"), self.packer
+        rows, score, tables = record["rows"], record.get("score"), self.packer
         ids, texts = join(rows, "token_ids"), join(rows, "token_texts")
         numbers = np.concatenate([np.empty((len(LISTS), 0)), *map(numbers_of, rows)], axis=1)
         if not len(texts) == len(ids) == numbers.shape[1] or (np.abs(numbers) > MOST).any():
@@ -180,14 +159,13 @@ class Chunk:
         known = {k: str(v) if isinstance(v, int) and abs(v) > LARGEST_INT else v for k, v in record.items()}
         said = {name: known[name] for name in record.get("reward_extra_keys") or () if name in known}
         about = {name: value for name, value in known.items() if name not in PACKED | {*said} and value is not None}
-        detail = {"rows": [[tables.prompts[prompts[place]], len(row["token_ids"])] for place, row in enumerate(rows)]}
-        detail |= {"said": said, "about": about} | ({} if "rows" in record else {"output": str(record["output"])})
-        told = json.dumps(detail, allow_nan=False)
+        shown = [[tables.prompts[prompt], len(row["token_ids"])] for prompt, row in zip(prompts, rows, strict=False)]
+        detail = json.dumps({"rows": shown, "said": said, "about": about}, allow_nan=False)
         columns = {
             "line": line,
             "score": score,
             "advantage": round(float(earned.mean()), 4) if len(earned) else None,
-            "length": int(mask.sum()) if "rows" in record else None,
+            "length": int(mask.sum()),
             "tokens": len(ids),
             "reason": tables.reasons[str(record.get("end_reason") or "")],
             "group": group,
@@ -199,7 +177,7 @@ class Chunk:
         self.ids += tokens
         self.masks.append(mask + (mask & lost).astype("u1"))
         self.numbers.append(numbers)
-        self.details.append(told)
+        self.details.append(detail)
 
     def pack(self) -> dict[str, Any]:
         """Returns tokens, `numbers` (name, bytes of each, and the size that 99 % are below), data and details.

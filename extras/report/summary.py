@@ -52,32 +52,30 @@ def sentences(run: RunRecord) -> list[str]:
 
 def about_task(run: RunRecord) -> Iterator[str]:
     """Says which model learnt what, by which algorithm."""
-    known = run.settings
+    known, goes_on = run.settings, run.state == "running"
+    files, rows = names_of(known.get("data.train_files")), known.get("data.train_batch_size")
     if "model.path" in known:
-        files, rows = names_of(known.get("data.train_files")), known.get("data.train_batch_size")
-        verb = "learns" if run.state == "running" else "learnt"
         batch = f", {plural(rows, 'row')} a step" if rows else ""
-        yield f"{known['model.path']} {verb} the responses of {files}{batch}."
+        yield f"{known['model.path']} {'learns' if goes_on else 'learnt'} the responses of {files}{batch}."
     elif "algorithm.adv_estimator" in known:
-        rank, env = known.get("actor_rollout_ref.model.lora_rank"), known.get("env.id")
-        kind = "single steps" if known.get("env.mode") == "step" else "whole episodes"
-        files = known.get("data.train_files")
-        task = f" in {kind} of {env}" if env else f" on the prompts of {names_of(files)}" if files else ""
-        loss = known.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
-        ways = [known["algorithm.adv_estimator"], *([] if loss == "vanilla" else [f"policy loss {loss}"])]
+        policy = {key.removeprefix("actor_rollout_ref."): value for key, value in known.items()}
+        loss, rank, n = (policy.get(key) for key in ("actor.policy_loss.loss_mode", "model.lora_rank", "rollout.n"))
+        ways = [known["algorithm.adv_estimator"]]
+        ways += [f"policy loss {loss}"] if loss not in (None, "vanilla") else []
         ways += [f"a LoRA adapter of rank {rank}"] if rank else []
-        if known.get("actor_rollout_ref.actor.use_kl_loss"):
-            ways.append(f"KL loss of weight {known.get('actor_rollout_ref.actor.kl_loss_coef')}")
-        prompts, n = known.get("data.train_batch_size"), known.get("actor_rollout_ref.rollout.n")
-        verb = "is being trained" if run.state == "running" else "was trained"
-        model = f"{known.get('actor_rollout_ref.model.path') or 'A model'} {verb} by reinforcement learning"
-        batch = f": {plural(prompts, 'prompt')} a step, {plural(n, 'sample')} of each" if prompts and n else ""
-        yield f"{model} ({', '.join(ways)}){task}{batch}."
+        ways += [f"KL loss of weight {policy.get('actor.kl_loss_coef')}"] if policy.get("actor.use_kl_loss") else []
+        kind, env = "single steps" if known.get("env.mode") == "step" else "whole episodes", known.get("env.id")
+        prompts = f" on the prompts of {files}" if known.get("data.train_files") else ""
+        task = f" in {kind} of {env}" if env else prompts
+        verb = "is being trained" if goes_on else "was trained"
+        batch = f": {plural(rows, 'prompt')} a step, {plural(n, 'sample')} of each" if rows and n else ""
+        model = policy.get("model.path") or "A model"
+        yield f"{model} {verb} by reinforcement learning ({', '.join(ways)}){task}{batch}."
 
 
 def about_progress(run: RunRecord) -> Iterator[str]:
     """Says where each validation and the score in training began, and where they are."""
-    validations = [name for name in run.metrics if is_validation(name) and points(run, name)]
+    validations = validations_of(run)
     for name in validations[:MOST_CURVES]:
         (first, before), *_, (last, after) = [*points(run, name)] * 2
         best, at = extreme(run, name)
@@ -100,8 +98,8 @@ def training_means(run: RunRecord) -> Iterator[tuple[str, int, float, float]]:
 
 def headline(run: RunRecord) -> dict[str, str]:
     """Returns label → text of what one asks first: did it learn, in how many steps, in how long."""
-    validations = [name for name in run.metrics if is_validation(name) and points(run, name)]
-    ends = {in_words(name): (points(run, name)[0][1], points(run, name)[-1][1]) for name in validations[:2]}
+    curves = {in_words(name): points(run, name) for name in validations_of(run)[:2]}
+    ends = {title: (curve[0][1], curve[-1][1]) for title, curve in curves.items()}
     ends |= {title: (first, last) for title, _, first, last in training_means(run)}
     table = {label: " → ".join(dict.fromkeys(map(short, values))) for label, values in ends.items()}
     times = [duration(seconds) for _, seconds in points(run, "training/seconds")[-1:]]
@@ -135,20 +133,20 @@ def about_machine(run: RunRecord) -> Iterator[str]:
 
 def about_end(run: RunRecord) -> str:
     """Says how it ended, or that it goes on."""
-    said = words()["ends"].get(run.state, words()["ends"]["ended"])
-    said = said.format(step=(run.steps or [0])[-1], reason=run.start.get("reason") or "no reason is known")
+    end = words()["ends"].get(run.state, words()["ends"]["ended"])
+    end = end.format(step=(run.steps or [0])[-1], reason=run.start.get("reason") or "no reason is known")
     starts = len(run.info.get("starts", []))
-    return f"{said} It was started {starts} times." if starts > 1 else said
+    return f"{end} It was started {starts} times." if starts > 1 else end
 
 
 def findings(run: RunRecord) -> list[Finding]:
     """Lists what looks wrong, warnings first."""
-    known, found = words()["findings"], []
+    known, listed = words()["findings"], []
     for look in (beyond_limits, about_signal, about_rollouts, about_numbers, about_validations):
         for name, values in look(run, known):
             entry = known[name] | values
-            found.append(Finding(entry["level"], entry["text"].format(**entry), entry["remedy"].format(**entry)))
-    return sorted(found, key=lambda finding: finding.level != "warning")
+            listed.append(Finding(entry["level"], entry["text"].format(**entry), entry["remedy"].format(**entry)))
+    return sorted(listed, key=lambda finding: finding.level != "warning")
 
 
 def beyond_limits(run: RunRecord, known: Entries) -> Found:
@@ -180,8 +178,8 @@ def about_signal(run: RunRecord, known: Entries) -> Found:
     longest = max(([*steps] for silent, steps in groupby(trained, is_silent) if silent), key=len, default=[])
     if len(longest) >= limit > 0:
         cause = "The reward is the same for all answers, or too rare to be found: look at samples of these steps."
-        said = [event["text"] for event in run.events if event.get("logger") == "extras.watch.health"]
-        cause = next((text.partition("): ")[2] for text in said if "taught nothing" in text), cause)
+        texts = [event["text"] for event in run.events if event.get("logger") == "extras.watch.health"]
+        cause = next((text.partition("): ")[2] for text in texts if "taught nothing" in text), cause)
         values = {"value": len(longest), "first": longest[0], "last": longest[-1], "cause": cause, "limit": limit}
         yield "no_signal", values
     before, after = mean(points(run, "actor/entropy")[:WINDOW]), late(run, "actor/entropy")
@@ -226,8 +224,8 @@ def about_numbers(run: RunRecord, known: Entries) -> Found:
 
 def about_validations(run: RunRecord, known: Entries) -> Found:
     """Finds validations that are worse than they were."""
-    for name in filter(is_validation, run.metrics):
-        (value, at), (step, last) = extreme(run, name), (points(run, name) or [(0, 0.0)])[-1]
+    for name in validations_of(run):
+        (value, at), (step, last) = extreme(run, name), points(run, name)[-1]
         if abs(value - last) > known["validation"]["limit"] * abs(value):
             saved = run.folder / f"global_step_{at}"
             keep = f"{saved} has its model." if saved.is_dir() else f"There is no checkpoint of step {at} (save_freq)."
@@ -294,12 +292,14 @@ def late(run: RunRecord, name: str) -> float | None:
 def extreme(run: RunRecord, name: str) -> tuple[float, int]:
     """Returns the best value of a validation, the lowest of a loss, and the last step that had it."""
     sign = -1 if name.endswith("loss") else 1
-    step, value = max(points(run, name), key=lambda point: (sign * point[1], point[0]), default=(0, 0.0))
+    step, value = max(points(run, name), key=lambda point: (sign * point[1], point[0]))
     return value, step
 
 
-def is_validation(name: str) -> bool:
-    return name == "val/loss" or (name.startswith("val-core/") and "/mean@" in name)
+def validations_of(run: RunRecord) -> list[str]:
+    """Lists the metrics that say how well a run does in validation."""
+    names = (name for name in run.metrics if name == "val/loss" or (name.startswith("val-core/") and "/mean@" in name))
+    return [name for name in names if points(run, name)]
 
 
 def in_words(name: str) -> str:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import uvicorn
@@ -67,11 +66,6 @@ class Served:
     max_tokens: int
     api_key: str | None = None
     encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
-
-    @cached_property
-    def characters(self) -> int:
-        """Most characters of a prompt: no token is longer than the longest of the vocabulary."""
-        return self.context * max(map(len, self.tokenizer.get_vocab()))
 
 
 def http_server(served: Served, **settings: Any) -> uvicorn.Server:
@@ -172,14 +166,9 @@ def chat_prompt(body: ChatBody) -> list[Message]:
 
 
 async def encode(served: Served, prompt: Prompt | list[int]) -> list[int]:
-    """Returns the token ids of a prompt, which may be ids. Raises HTTPException if it cannot fit or be encoded."""
+    """Returns the token ids of a prompt, which may be ids. Raises HTTPException if the chat template refuses it."""
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict)):
         return prompt
-    texts = [prompt] if isinstance(prompt, str) else ["".join(map(str, message.values())) for message in prompt]
-    characters = sum(map(len, texts))
-    if characters > served.characters or len(texts) > served.context:
-        size = f"the prompt has {characters} characters in {len(texts)} messages"
-        raise HTTPException(400, f"{size}, more than {served.context} tokens can hold ({LENGTHS})")
     working = asyncio.get_running_loop().run_in_executor(served.encoder, encode_prompt, prompt, served.tokenizer)
     try:
         return await working

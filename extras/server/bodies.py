@@ -5,7 +5,6 @@ return_token_ids, and stop_token_ids with ignore_eos. What this server does not 
 value that asks for nothing.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from workers.rollout import COLDEST
 
 MOST_BYTES = 2 << 20  # of a body
 MOST_CHOICES = 256  # of a request: prompts times n
-MOST_FIELDS = 100
 TOKENS = 1 << 31  # no model has as many
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=TOKENS)]
@@ -70,9 +68,6 @@ class Body(BaseModel):
     def without_what_asks_for_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        if len(body) > MOST_FIELDS:
-            raise ValueError(f"a request has at most {MOST_FIELDS} fields, and this one {len(body)}")
-        check_characters(body)
         for name in NOT_HERE:
             if name in body and body[name] not in DEFAULTS:
                 raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
@@ -222,14 +217,6 @@ class ResponseBuilder:
             for token, log_prob in zip(tokens, part.log_probs, strict=True)
         ]
         return {"content": entries, "refusal": None}
-
-
-def check_characters(body: Json) -> None:
-    """Raises ValueError if a text in there has half a character: JSON can spell it, no tokenizer reads it."""
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the body holds {error.object[error.start]!r}, which is half a character") from error
 
 
 def as_string(content: Any) -> Any:

@@ -327,7 +327,7 @@ def test_one_server_takes_weights_either_way(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ("{}", r"openai\.base_url=None: name the server's address"),
+        ("{}", r"openai\.base_url=None: set the server's address"),
         ("{url: 'http://a'}", r"openai=\['url'\]: it holds base_url, api_key, .*, weights_timeout, and nothing"),
         ("{base_url: 'http://a', weight_transfer: rdma}", "weight_transfer=rdma is none of shared_memory, nccl"),
     ],

@@ -1,5 +1,6 @@
 """Charts of a report, as Vega draws them: read off its scene graph, and as PNGs."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import vl_convert
 from PIL import Image
 
-from configs.paths import ROOT
-from extras.report.charts import chart_specs, curve_rows, specs, write_png
-from tests.pages import shipped_modules
+from extras.report import charts
+from extras.report.charts import chart_specs, curve_rows, plot_metric, specs, write_png
+from tests.test_tracking import start
+from training.tracking import METRICS_FILE
 
 
 def marks(mark: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -86,18 +88,10 @@ def test_the_stages_of_a_step_are_stacked_in_their_order_and_many_steps_are_mean
     assert above["y2"] == first["y"] and above["x"] == first["x"]
 
 
-def test_the_renderer_is_loaded_by_the_page_and_where_a_chart_is_drawn():
-    heavy = ("import vl_convert", "from extras.report.page", "from extras.report.server")
-    files = [ROOT / "main.py", *shipped_modules("training", "workers", "scripts", "benchmarks", "extras/report")]
-    files = [file for file in files if "tests" not in file.parts]
-    found = {file.name for file in files for line in file.read_text().splitlines() if line.startswith(heavy)}
-    assert found == {"page.py", "server.py"}  # 84 MB; an indented import waits
-
-
 def test_charts_are_those_of_the_metrics_that_there_are():
-    charts = {chart["id"]: chart for chart in chart_specs(["actor/entropy", "val-core/a/acc/mean@1", "mine"])}
-    assert [*charts] == ["validation", "entropy", "metric", "stages"]
-    assert charts["validation"]["names"] == ["val-core/a/acc/mean@1"] and charts["metric"]["names"] == []
+    by_id = {chart["id"]: chart for chart in chart_specs(["actor/entropy", "val-core/a/acc/mean@1", "mine"])}
+    assert [*by_id] == ["validation", "entropy", "metric", "stages"]
+    assert by_id["validation"]["names"] == ["val-core/a/acc/mean@1"] and by_id["metric"]["names"] == []
 
 
 @pytest.mark.parametrize("kind", ["curves", "many", "stages"])
@@ -107,3 +101,24 @@ def test_a_png_is_drawn(tmp_path, kind):
     write_png(specs()["stages" if kind == "stages" else "metric"], rows, tmp_path / "chart.png")
     image = Image.open(tmp_path / "chart.png").convert("RGB")
     assert image.width > 900 and len(image.getcolors(maxcolors=100_000)) > 50  # what fails to be drawn is white
+
+
+def test_plot_of_an_unknown_metric_names_the_known_ones(tmp_path):
+    start(tmp_path).log(1, {"reward": 1.0, "broken": float("nan")})
+    for key in ("rewrad", "broken"):
+        with pytest.raises(ValueError, match=rf"no numbers for '{key}'; plot one of \['broken', 'reward'\]"):
+            plot_metric(tmp_path / METRICS_FILE, [key], tmp_path / "curve.png")
+
+
+def test_a_plot_says_what_it_shows(tmp_path, monkeypatch):
+    acc = "val-core/maze/acc/mean@1"
+    with start(tmp_path / "lake") as track:
+        for step in range(40):
+            track.log(step, {"critic/score/mean": step / 40} | ({acc: step / 50} if step % 10 == 0 else {}))
+    drawn = []
+    monkeypatch.setattr(charts, "write_png", lambda *arguments: drawn.append(arguments))
+    plot_metric(tmp_path / "lake" / METRICS_FILE, ["critic/score/mean", acc], tmp_path / "curve.png")
+    [(spec, rows, path)] = drawn
+    assert spec["title"] == "lake" and path == tmp_path / "curve.png"
+    assert {layer["encoding"]["y"]["title"] for layer in spec["layer"][:4]} == {"mean reward / success"}
+    assert Counter(row["series"] for row in rows) == {"training: mean reward": 40, "validation on maze: success": 4}

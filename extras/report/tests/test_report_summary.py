@@ -69,11 +69,6 @@ def test_a_run_that_goes_on_says_how_long():
     assert sentences(run)[0] == "10 of 110 steps are done, in 60 s; about 10 minutes are left."
 
 
-def test_settings_that_are_missing_are_not_told():
-    run = record({"a": [1.0]}, config={"algorithm": {"adv_estimator": "grpo"}})
-    assert sentences(run)[0] == "A model was trained by reinforcement learning (grpo)."
-
-
 def test_supervised_training_in_words():
     config = {"model": {"path": "tiny"}, "data": {"train_files": "moves.jsonl", "train_batch_size": 16}}
     first, *others = sentences(record({"train/loss": [2.0, 1.0], "val/loss": [1.5]}, config=config))
@@ -94,13 +89,6 @@ def test_the_seconds_of_a_step_are_those_of_its_stages_and_the_rest():
     assert stages(run) == {"steps": [1, 2, 5], "names": ["other"], "seconds": [[1, 1, 1]]}
 
 
-@pytest.mark.parametrize("metrics", [{}, {"a": [None]}, {ACC: [None, 0.5]}, {"reward/timeout": [None, None]}])
-def test_a_record_that_has_next_to_nothing_is_told(metrics):
-    run = record(metrics)
-    assert sentences(run) and facts(run) == {} and findings(run) == [] and stages(run)["steps"] == []
-
-
-BEST = {"critic/score/max": [1.0] * 10}
 # A metric's name or several, values at the threshold, values beyond it, and words of the finding.
 THRESHOLDS = [
     ({"actor/kl_loss": [1.0] * 10}, {"actor/kl_loss": [1.01] * 10}, "1.01 nats a token away from the reference"),

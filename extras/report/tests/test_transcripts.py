@@ -127,13 +127,6 @@ def test_the_terminal_shows_turns_rewards_and_which_tokens_are_trained(tmp_path,
     assert "has 2 lines, counted from 0" in said and "there is no file" in said
 
 
-def test_plain_rows_of_a_file_are_shown_as_well(tmp_path, capsys):
-    dump_jsonl(tmp_path / "1.jsonl", [{"step": 1, "input": "1+1=", "output": "2", "score": 1.0, "rows": [{"ids": []}]}])
-    show_episodes.main([str(tmp_path / "1.jsonl")])
-    output = capsys.readouterr().out
-    assert re.search(r"input.*1\+1=.*output.*2.*score.*1\.00", output, re.DOTALL) and "ids" not in output
-
-
 @pytest.mark.parametrize(("history", "estimator"), [("turns", "turn_gae"), ("transcript", "grpo")])
 def test_a_run_on_episodes_logs_and_keeps_them(history, estimator, tiny_model, tmp_path):
     overrides = ["env.mode=episode", f"env.history={history}", f"algorithm.adv_estimator={estimator}"]
@@ -152,3 +145,17 @@ def test_a_run_on_episodes_logs_and_keeps_them(history, estimator, tiny_model, t
     assert metrics["critic/score/mean"] == pytest.approx(np.mean(returns))
     seeds = [samples[0].extras["reset_seed"] for samples in episodes]
     assert seeds[::2] == seeds[1::2] and len({*seeds}) == 4
+
+
+def test_samples_are_printed_as_they_are(capsys):
+    samples = [
+        {"prompt": "\x1b[31mS\x1b[0mFFF \x1b[2J[bold]go[/INST]", "output": "left\nright", "score": 1.0},
+        {"prompt": "x" * 10_000 + "END", "response": "", "score": np.float32(0.5), "ground_truth": None},
+    ]
+    show_episodes.print_records("validation rows at step 4", samples)
+    output = capsys.readouterr().out
+    for text in ("validation rows at step 4 · 1 of 2", "2 of 2", "SFFF [bold]go[/INST]", "left", "1.00", "0.50"):
+        assert text in output
+    assert "\x1b" not in output
+    assert "8003 characters" in output and "END" in output
+    assert output.count("x") < 2_100

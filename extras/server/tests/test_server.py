@@ -261,18 +261,11 @@ BEYOND_BOUNDS = [
     (GOOD | {"top_k": 10**30}, "top_k"),
     (GOOD | {"seed": 10**30}, "seed"),
     (GOOD | {"prompt": ["a"] * 1000, "n": 128}, "1000 prompts with n=128: a request has at most 256 choices"),
-    (GOOD | {"prompt": "a" * 10**6}, "the prompt has 1000000 characters in 1 messages, more than 64 tokens"),
     (GOOD | {"prompt": ["a", 5] * 10**5}, "prompt"),
-    (GOOD | {f"f{number}": 0 for number in range(10**5)}, "at most 100 fields"),
     (b"[" * 10**6, "body"),
     (b'{"seed": ' + b"9" * 10**6 + b"}", ""),
-    (CHATS | {"messages": [{"role": "a" * 10**6, "content": "b"}]}, "1000001 characters in 1 messages, more than"),
-    (GOOD | {"prompt": "a\ud800"}, "half a character"),
-    (GOOD | {"\udfff": 0}, "half a character"),
-    (CHATS | {"messages": [{"role": "user", "content": "\ud800"}]}, "half a character"),
     (CHATS | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text alone"),
     (CHATS | {"messages": [{"role": "user", "content": [7]}]}, "text alone"),
-    (CHATS | {"messages": CHAT * 1000}, "in 1000 messages, more than 64 tokens"),
     (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages: the chat template refuses them"),
 ]
 

@@ -100,7 +100,7 @@ def test_requests_become_those_of_sglang(engine: SGLangRollout):
 
 
 def test_what_sglang_cannot_do_right_is_refused(engine: SGLangRollout):
-    with pytest.raises(ValueError, match=r"asks for top_k=5, .*Sample without"):
+    with pytest.raises(ValueError, match=r"asks for top_k=5, .*leave out"):
         engine.add(Request(0, [20], replace(PLAIN, top_k=5), 0))
     engine.engine.log_prob = float("nan")
     with pytest.raises(FloatingPointError, match="request 0, token 1 of its response"):
