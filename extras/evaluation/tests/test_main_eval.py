@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from extras.evaluation.figures import Graded, compute_evaluation_metrics, pass_at_k
-from extras.evaluation.main_eval import evaluate, main
+from extras.evaluation.main_eval import Graded, compute_evaluation_metrics, evaluate, main, pass_at_k
 from training.metric_utils import process_validation_metrics
 
 REWARD = """
