@@ -3,8 +3,7 @@
 Scores the responses that the rows hold as training does, and prints a table; --audit scores cheap answers and right
 ones instead: does the reward pay for the right answers, and for nothing cheaper? Without a file the rules of public
 data sets score, by each row's data_source. The audit tries the usual forms of a right answer and those of the responses
-that contain it, or the one of --form. Ends with 1 if a row could not be scored, or the audit found something, and with
-2 if training would refuse what the reward returns. The first row's ms include the start of the reward's process.
+that contain it, or the one of --form. Ends with 1 if a row could not be scored, or the audit found something.
 """
 
 from configs.errors import refusals  # isort: skip
@@ -94,8 +93,11 @@ def main(argv: list[str] | None = None) -> int:
         score = partial(score_rows, reward=reward, config=config)
         findings, outcomes = (audit(rows, score, arguments.form), []) if arguments.audit else ([], score(rows))
     if arguments.audit:
-        console.print(audit_table(findings), audit_verdict(findings), sep="\n")
-        return int(any(finding.warning for finding in findings))
+        wrong = sum(bool(finding.warning) for finding in findings)
+        verdict = f"{wrong} of {len(findings)} kinds of answers earn what they should not, or cannot be scored."
+        sound = f"Sound: right answers pay, and none of {len(findings) - 1} kinds of cheap ones."
+        console.print(audit_table(findings), verdict if wrong else sound, sep="\n")
+        return int(wrong > 0)
     console.print(outcome_table(rows, outcomes), *summary(outcomes), sep="\n")
     return int(any(outcome.status != "ok" for outcome in outcomes))
 
@@ -220,13 +222,6 @@ def audit_table(findings: list[Finding]) -> Table:
     return table
 
 
-def audit_verdict(findings: list[Finding]) -> str:
-    wrong = sum(bool(finding.warning) for finding in findings)
-    if not wrong:
-        return f"Sound: right answers pay, and none of {len(findings) - 1} kinds of cheap ones."
-    return f"{wrong} of {len(findings)} kinds of answers earn what they should not, or cannot be scored."
-
-
 def short(value: Any) -> str:
     """One line of `value`, without its middle if it is long."""
     text = " ".join(str(value).split())
@@ -246,9 +241,9 @@ def audit(rows: list[Row], score: Score, form: str | None = None) -> list[Findin
     scores = [outcome.score for outcome in [*outcomes, *right] if outcome.status == "ok"]
     least = min(scores, default=0.0)
     best = mean([outcome.score for outcome in right if outcome.status == "ok"])
-    findings = [right_finding(right, least, form, len(forms))]
     most = best if best is not None and best > least else least + 1.0
-    return findings + [cheap_finding(kind, answers, least, most) for kind, answers in tried.items()]
+    cheap = [cheap_finding(kind, answers, least, most) for kind, answers in tried.items()]
+    return [right_finding(right, least, form, len(forms)), *cheap]
 
 
 def distinct(rows: list[Row]) -> list[Row]:

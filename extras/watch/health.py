@@ -56,9 +56,8 @@ class MismatchAlarm:
         if too_far and not self.raised:
             logger.warning(
                 "%s is %.3g nats a token, above trainer.max_rollout_mismatch=%g: the engine samples from other "
-                "probabilities than the policy has. Often: top_p or top_k below, which only the engine applies; an "
-                "engine of lower precision; weights that it did not take up. "
-                "algorithm.rollout_correction.rollout_is=token weighs what remains; null is silent.",
+                "probabilities than the policy has. Often: top_p or top_k, which only the engine applies; its lower "
+                "precision. algorithm.rollout_correction.rollout_is=token weighs what remains.",
                 MEAN_MISMATCH, metrics[MEAN_MISMATCH], self.limit,
             )  # fmt: skip
         self.raised = too_far
@@ -68,8 +67,8 @@ class NoSignal:
     """Warns when at most STRAY of the rows of the last `limit` steps had anything to teach; 0: never.
 
     A row teaches if it has an advantage other than 0; of a step whose scores are all equal none does. The warning names
-    the likeliest cause, and the best and the worst response of the last step are printed, decoded by `tokenizer`. A run
-    that learns slowly has many such stretches: it warns of the 1st, the 10th, the 100th and the 1000th.
+    the likeliest cause, and the best and the worst response of the last step are printed. A run that learns slowly has
+    many such stretches: it warns of the 1st, the 10th, the 100th and the 1000th.
     """
 
     def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -110,9 +109,8 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
     late, broken = (int(metrics.get(f"reward/{outcome}", 0)) for outcome in ("timeout", "error"))
     if late or broken:
         return (
-            f"{late} responses were not scored in time, and {broken} made the reward raise "
-            "(reward/timeout, reward/error; the warnings name the line). Mend the function, which `python -m "
-            "extras.try_reward` tries, or raise reward.timeout."
+            f"{late} responses were not scored in time, and {broken} made the reward raise (the warnings name the "
+            "line). Mend the function, which `python -m extras.try_reward` tries, or raise reward.timeout."
         )
     if "critic/score/max" not in metrics:
         return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
@@ -120,18 +118,16 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
     readable, source = readable_answers(metrics)
     if readable < 0.1:
         return (
-            f"{readable:.0%} of the responses could be read as an action ({source}; {cut}). "
-            "Look at some with trainer.rollout_data_dir=…; make text_to_action more lenient, give responses more room, "
-            "or start from a model that knows the format."
+            f"{readable:.0%} of the responses could be read as an action ({source}; {cut}). Make text_to_action more "
+            "lenient, give responses more room, or start from a model that knows the format."
         )
     if room := lack_of_room(metrics):
         return room
     least, best, mean = (metrics[f"critic/score/{name}"] for name in ("min", "max", "mean"))
     if STRAY * (best - least) < mean - least < (1 - STRAY) * (best - least):
         return (
-            "the samples of a prompt always score alike, so they tell nothing about each other. Raise "
-            "actor_rollout_ref.rollout.n or the temperature, or use a reward that tells answers apart; if the policy "
-            "has settled on some answers, actor_rollout_ref.actor.entropy_coeff=0.2 has it try the others."
+            "the samples of a prompt always score alike. Raise actor_rollout_ref.rollout.n or the temperature, use a "
+            "reward that tells answers apart, or set actor_rollout_ref.actor.entropy_coeff=0.2."
         )
     score, all_of = best if 2 * mean > least + best else least, "nearly every" if best > least else "every"
     long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
@@ -139,8 +135,7 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
         return f"{all_of} response scores {score:g}, and {cut} and may be cut before they answer: raise it."
     return (
         f"{all_of} response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "
-        "chance, or the task is mastered. docs/environments.md (The training prompts) shows what to do about a "
-        "reward that comes at the end alone."
+        "chance, or the task is mastered: see docs/environments.md (The training prompts)."
     )
 
 
@@ -153,9 +148,8 @@ def lack_of_room(metrics: Mapping[str, float]) -> str:
         return ""
     shares = " and ".join(f"{share:.0%} with end_reason {reason}" for reason, share in ends.items() if share)
     return (
-        f"most episodes end for want of room, {shares}. Raise data.max_response_length, which holds a whole transcript "
-        "(with env.history=turns data.max_prompt_length, which holds each prompt), or have the environment or tools "
-        "say less."
+        f"most episodes end for want of room, {shares}. Raise data.max_response_length, which holds a transcript "
+        "(with env.history=turns data.max_prompt_length, which holds each prompt)."
     )
 
 
