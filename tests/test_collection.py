@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import main
-from configs.schema import ModelConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
@@ -23,13 +21,10 @@ from tests.batches import Turn, episode_batch, padded
 from tests.engines import trainer_on
 from tests.runs import compose, learning_metrics, short_run, state_files
 from tests.test_resume import run_until
-from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.reward import RewardManager
 from training.reward_function import FunctionReward
 from training.tracking import Observers
-from workers.hf_rollout import HFRollout
-from workers.models import load_causal_lm
 
 TOKENIZER = build_tokenizer()
 WIDTH = 3
@@ -139,60 +134,6 @@ def test_where_the_greedy_answer_failed_its_prompts_samples_are_the_baseline():
     rows[1]["greedy"] = "9"
     batch, _ = collector(rows, REMAX).collect({})
     assert batch.batch["reward_baselines"].tolist() == [1.5, 1.5, 9, 9]
-
-
-# A mean in which every token counts, so that no two answers that differ score alike.
-WEIGHTED = """
-def compute_reward(prompt, response, ground_truth):
-    return {"score": sum(ord(c) / (place + 1) for place, c in enumerate(response)) / 100, "size": len(response)}
-"""
-
-
-@pytest.fixture(scope="module")
-def weighted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    file = tmp_path_factory.mktemp("reward") / "weighted.py"
-    file.write_text(WEIGHTED)
-    return [f"reward.custom_reward_function.path={file}", "reward.custom_reward_function.name=compute_reward"]
-
-
-def greedy_answer(module: Any, prompt: list[int], stops: set[int], length: int) -> list[int]:
-    """Token by token, the most likely one, from the whole sequence anew."""
-    ids = list(prompt)
-    while len(ids) < len(prompt) + length and not (len(ids) > len(prompt) and ids[-1] in stops):
-        ids.append(int(module(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def test_the_models_own_greedy_answers_are_the_baseline_and_its_samples_stay_as_they_were(
-    tiny_model: Path, tmp_path: Path, weighted: list[str]
-):
-    batches = {}
-    module = load_causal_lm(ModelConfig(path=str(tiny_model), override_config={"tie_word_embeddings": False}))
-    torch.nn.init.normal_(module.lm_head.weight, generator=torch.Generator().manual_seed(0))  # tied, it echoes prompts
-    for estimator, temperature in [("remax", 0.7), ("remax", 1.3), ("grpo", 0.7)]:
-        config = compose(
-            *short_run(tiny_model, tmp_path, *weighted, f"algorithm.adv_estimator={estimator}"),
-            "data.max_response_length=4",
-            f"actor_rollout_ref.rollout.temperature={temperature}",
-        )
-        parts = prepare(config)
-        rollout = HFRollout(config.actor_rollout_ref.rollout, parts.tokenizer, module)
-        trainer = trainer_on(config, parts.tokenizer, rollout, parts.reward, train_loader=parts.train_loader)
-        batches[estimator, temperature] = trainer.collect({})
-    (batch, metrics), (hotter, _), (without, metrics_without) = batches.values()
-    expected = []
-    with torch.no_grad():
-        for ids in batch.raw_prompt_ids:
-            answer = greedy_answer(module, ids, rollout.stop_ids, 4)
-            text = parts.tokenizer.decode(answer, skip_special_tokens=True)
-            expected.append(sum(ord(c) / (place + 1) for place, c in enumerate(text)) / 100)
-    assert batch.batch["reward_baselines"].tolist() == pytest.approx(expected)
-    assert torch.equal(batch.batch["reward_baselines"], hotter.batch["reward_baselines"])
-    assert len({round(value, 4) for value in expected}) > 1  # prompts differ, and so do their answers
-    assert not torch.equal(batch.batch["responses"], hotter.batch["responses"])
-    for name in ("responses", "rollout_log_probs", "token_level_scores"):
-        assert torch.equal(batch.batch[name], without.batch[name])
-    assert metrics == metrics_without and "size" in batch.non_tensor_batch
 
 
 # Dynamic sampling

@@ -174,20 +174,6 @@ def run(policy: Path, folder: Path, *overrides: str) -> None:
     main.run(config)
 
 
-def test_a_run_learns_from_the_model_and_is_measured_by_the_environment(
-    tiny_model: Path, reward_model: Path, tmp_path: Path
-):
-    """ReMax, whose greedy answers are scored too."""
-    options = ["algorithm.adv_estimator=remax", "trainer.total_training_steps=1", "trainer.test_freq=1"]
-    with_model = ["reward_model.enable=true", f"reward_model.model.path={reward_model}"]
-    run(tiny_model, tmp_path / "plain", *options)
-    run(tiny_model, tmp_path / "model", *options, *with_model)
-    plain, model = learning_metrics(tmp_path / "plain"), learning_metrics(tmp_path / "model")
-    assert model[0] == plain[0]  # validation before training: the environment's
-    assert model[1]["critic/score/mean"] == pytest.approx(model[1]["reward/rm_score/mean"])
-    assert model[1]["reward/function_score/mean"] == plain[1]["critic/score/mean"] != model[1]["critic/score/mean"]
-
-
 def test_rows_without_a_function_are_validated_by_the_model_too(tiny_model: Path, reward_model: Path, tmp_path: Path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": f"{i}"}]}) + "\n" for i in range(4)))
