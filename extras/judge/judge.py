@@ -83,14 +83,12 @@ async def judge(
         messages = [{"role": "user", "content": question}]
         body = {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        said = recall(cache, key)
-        is_new = said is None
-        if is_new:
-            said = read_answer(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
-    score = (read_grade(said, pattern, worst, best) - worst) / (best - worst)
-    if is_new:
-        remember(cache, key, said)
-    return {"score": score, "judge_said": said}
+        kept = recall(cache, key)
+        answer = kept or read_answer(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
+    score = (read_grade(answer, pattern, worst, best) - worst) / (best - worst)
+    if kept is None:
+        remember(cache, key, answer)
+    return {"score": score, "judge_said": answer}
 
 
 def read_key(api_key_env: str | None) -> str | None:
@@ -117,14 +115,14 @@ def fill_template(template: str, prompt: str, response: str, ground_truth: str |
     if ground_truth is not None:
         texts["ground_truth"] = str(ground_truth)
         texts["reference"] = REFERENCE.replace("{ground_truth}", str(ground_truth))
-    return PLACEHOLDER.sub(lambda found: texts[found[1]], template)
+    return PLACEHOLDER.sub(lambda match: texts[match[1]], template)
 
 
-def read_grade(said: str, pattern: str, worst: float, best: float) -> float:
+def read_grade(answer: str, pattern: str, worst: float, best: float) -> float:
     """Returns the last grade in an answer. Raises ValueError if it is missing, or not between worst and best."""
-    grades = re.findall(pattern, said)
+    grades = re.findall(pattern, answer)
     if not grades:
-        raise ValueError(f"the judge's answer has no grade ({pattern!r} finds none): …{said[-MAX_MESSAGE:]!r}")
+        raise ValueError(f"the judge's answer has no grade ({pattern!r} finds none): …{answer[-MAX_MESSAGE:]!r}")
     if not worst <= float(grades[-1]) <= best:
         raise ValueError(f"the judge's grade {grades[-1]} is not from {worst:g} to {best:g}")
     return float(grades[-1])
@@ -163,20 +161,20 @@ def recall(cache: str | None, key: str) -> str | None:
     """Returns the answer that was kept under `key`, or None."""
     if cache is None or not Path(cache).exists():
         return None
-    with closing(open_cache(cache)) as kept:
-        found = kept.execute("select said from answers where question = ?", (key,)).fetchone()
-    return None if found is None else found[0]
+    with closing(open_cache(cache)) as answers:
+        row = answers.execute("select said from answers where question = ?", (key,)).fetchone()
+    return row and row[0]
 
 
-def remember(cache: str | None, key: str, said: str) -> None:
+def remember(cache: str | None, key: str, answer: str) -> None:
     """Keeps an answer; several processes may do so at once."""
     if cache is not None:
-        with closing(open_cache(cache)) as kept, kept:
-            kept.execute("insert or replace into answers values (?, ?)", (key, said))
+        with closing(open_cache(cache)) as answers, answers:
+            answers.execute("insert or replace into answers values (?, ?)", (key, answer))
 
 
 def open_cache(cache: str) -> sqlite3.Connection:
     Path(cache).parent.mkdir(parents=True, exist_ok=True)
-    kept = sqlite3.connect(cache, timeout=60)  # seconds to wait for another process that writes
-    kept.execute("create table if not exists answers (question text primary key, said text)")
-    return kept
+    answers = sqlite3.connect(cache, timeout=60)  # seconds to wait for another process that writes
+    answers.execute("create table if not exists answers (question text primary key, said text)")
+    return answers
