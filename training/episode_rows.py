@@ -107,8 +107,8 @@ def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
     baselines, samples = EpisodeRows(greedy), EpisodeRows(batch)
     groups = Groups(batch.uid[samples.last_row], samples.is_complete()[:, None])
     means = groups.reduce(samples.scores(), "mean")[samples.of_row].tolist()
-    found = zip(greedy.uid[baselines.last_row], baselines.scores().tolist(), baselines.is_complete(), strict=True)
-    of_uid = {uid: score for uid, score, is_complete in found if is_complete}
+    ends = zip(greedy.uid[baselines.last_row], baselines.scores().tolist(), baselines.is_complete(), strict=True)
+    of_uid = {uid: score for uid, score, is_complete in ends if is_complete}
     return torch.tensor([of_uid.get(uid, mean) for uid, mean in zip(batch.uid, means, strict=True)])
 
 
@@ -119,15 +119,15 @@ def score_others(batch: DataProto, score: Callable[[DataProto], Any]) -> Any:
     extra columns.
     """
     brought = batch.non_tensor_batch.pop(BROUGHT)
-    told = batch.non_tensor_batch.pop("reward_extra_info", [None] * len(batch))
-    rows = [{} if own is None else dict(info or {}) for own, info in zip(brought, told, strict=True)]
-    numbers = torch.tensor([own or 0.0 for own in brought], dtype=torch.float32)
+    infos = batch.non_tensor_batch.pop("reward_extra_info", [None] * len(batch))
+    rows = [{} if number is None else dict(info or {}) for number, info in zip(brought, infos, strict=True)]
+    numbers = torch.tensor([number or 0.0 for number in brought], dtype=torch.float32)
     placed, failures = last_token(batch.batch["response_mask"]) * numbers[:, None], {}
-    rest = np.array([place for place, own in enumerate(brought) if own is None], dtype=np.int64)
+    rest = np.array([row for row, number in enumerate(brought) if number is None], dtype=np.int64)
     if len(rest):
-        placed[rest], found, failed = score(batch.select_idxs(rest))
+        placed[rest], columns, failed = score(batch.select_idxs(rest))
         failures = {int(rest[row]): failure for row, failure in failed.items()}
-        for name, column in found.items():
+        for name, column in columns.items():
             for row, value in zip(rest, column, strict=True):
                 rows[row][name] = value
     names = dict.fromkeys(name for row in rows for name in row)
@@ -142,11 +142,15 @@ def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
     facts = {name: columns[name] for name in ("tool_call_counts", "tool_rewards", "turn_scores") if name in columns}
     turns, loops = columns.get("__num_turns__", [1] * len(batch)), columns.get("__agent_metrics__", nothing)
     facts["num_turns"] = [2 * count if loop is None else count for count, loop in zip(turns, loops, strict=True)]
-    found = [{name: fact[row] for name, fact in facts.items()} for row in range(len(batch))]
-    own, tools = columns.get("extra_info", nothing), columns.get("tool_extra_fields", nothing)
+    infos, fields = columns.get("extra_info", nothing), columns.get("tool_extra_fields", nothing)
     return [
-        {**(mine or {}), "rollout_reward_scores": {}, **facts, **(more or {})}
-        for mine, facts, more in zip(own, found, tools, strict=True)
+        {
+            **(infos[row] or {}),
+            "rollout_reward_scores": {},
+            **{name: fact[row] for name, fact in facts.items()},
+            **(fields[row] or {}),
+        }
+        for row in range(len(batch))
     ]
 
 

@@ -121,18 +121,18 @@ def once(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if name not in tied}
 
 
-def check_names(found: Iterable[str], wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ValueError unless all `wanted` names are found, and all that are found are known."""
-    for names, problem in (({*wanted} - {*found}, "it lacks"), ({*found} - {*known}, "the run's model has no")):
+def check_names(saved: Iterable[str], needed: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError unless all `needed` names are saved, and all that are saved are known."""
+    for names, problem in (({*needed} - {*saved}, "it lacks"), ({*saved} - {*known}, "the run's model has no")):
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             raise ValueError(f"{problem} {', '.join(sorted(names)[:SHOWN])}{more}")
 
 
-def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+def check_shape(name: str, saved: Sequence[int], present: Sequence[int]) -> None:
     """Raises ValueError where a tensor is of another shape than that of the run."""
-    if tuple(found) != tuple(wanted):
-        raise ValueError(f"{name} is of shape {tuple(found)} there, and of {tuple(wanted)} in this run")
+    if tuple(saved) != tuple(present):
+        raise ValueError(f"{name} is of shape {tuple(saved)} there, and of {tuple(present)} in this run")
 
 
 def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:

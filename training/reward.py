@@ -313,11 +313,11 @@ def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: s
     Raises:
         RuntimeError: more than reward.max_failed_fraction of `rows`; has the most frequent cause, with file and line.
     """
-    [(said, times)] = Counter(failure.said for failure in failures.values()).most_common(1)
+    [(problem, times)] = Counter(failure.said for failure in failures.values()).most_common(1)
     kinds = Counter(failure.outcome for failure in failures.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    example = next(failure for failure in failures.values() if failure.said == said)
-    cause = f"the reward {name} {'raised' if example.trace else 'failed:'} {said}"
+    example = next(failure for failure in failures.values() if failure.said == problem)
+    cause = f"the reward {name} {'raised' if example.trace else 'failed:'} {problem}"
     summary = f"{len(failures)} of {rows} responses could not be scored ({counts})"
     if len(failures) <= config.max_failed_fraction * rows:
         becomes = "left out" if config.on_failure == "mask" else f"scored {config.failure_score:g}"
