@@ -328,14 +328,15 @@ class WeightedReward:
 
 
 def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Part]:
-    """Loads the functions of reward.functions.
+    """Loads the functions of reward.functions, each under its name in the log; with its file's, where the name is
+    another's, the score's or a column's.
 
     Raises:
-        ConfigError: two would be logged under one name.
-        ValueError …: an entry cannot be loaded, or is of a whole DataProto; the key names it.
+        ConfigError: an entry cannot be loaded, is of a whole DataProto, or would be logged as another is; names it.
     """
-    parts = []
-    for place, (entry, label) in enumerate(zip(config.functions, labels_of(config.functions), strict=True)):
+    names = Counter([*(entry.name for entry in config.functions), *RUN_COLUMNS, *TAKEN])
+    parts: list[Part] = []
+    for place, entry in enumerate(config.functions):
         key = f"reward.functions[{place}]"
         try:
             function = load_function(entry, config, tokenizer, key)
@@ -346,21 +347,14 @@ def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None)
                 f"{key}: {entry.name} in {entry.path} takes a DataProto; here a function takes solution_str, or "
                 "solution_strs for all at once."
             )
+        label = entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}"
+        if label in (labels := [part.label for part in parts]):
+            raise ConfigError(
+                f"{key} and reward.functions[{labels.index(label)}] would both be logged as reward/{label}: rename one "
+                "in its file."
+            )
         parts.append(Part(label, entry.weight, function))
     return parts
-
-
-def labels_of(entries: list[WeightedFunctionConfig]) -> list[str]:
-    """Names the functions in the log; with their files, where a name is another's, the score's or a column's."""
-    names = Counter([*(entry.name for entry in entries), *RUN_COLUMNS, *TAKEN])
-    labels = [entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}" for entry in entries]
-    for place, label in enumerate(labels):
-        if (first := labels.index(label)) != place:
-            raise ConfigError(
-                f"reward.functions[{place}] and reward.functions[{first}] would both be logged as reward/{label}: "
-                "rename one in its file."
-            )
-    return labels
 
 
 def load_functions(
