@@ -40,10 +40,7 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvEstimatorFn], Adv
 
     def register(fn: AdvEstimatorFn) -> AdvEstimatorFn:
         if (known := ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)) is not fn:
-            raise ValueError(
-                f"Advantage estimator {name!r} has already been registered, by module {known.__module__}: "
-                f"choose another name, or delete ADV_ESTIMATOR_REGISTRY[{name!r}] first"
-            )
+            raise ValueError(f"Advantage estimator {name!r} has already been registered, by module {known.__module__}")
         return fn
 
     return register
@@ -60,20 +57,16 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvEstimatorFn:
 class Groups:
     """Statistics over the samples of each prompt; every method maps one number per row [B] to one per row [B].
 
-    `reduce` and `mean` also take [B, K], and treat each column alone.
-    Failed rows leave the statistics (in verl they count like any sample): a group of 4 of which 1 failed gives
-    exactly what a group of 3 gives. A baseline needs two: the mean of a row whose whole group else failed is its own
-    value, so that it teaches nothing. A group that was never more than one sample has nothing to compare with: its mean
-    counts as 0 and its std as 1, so that its raw score stands. `index` [B] names each row's group by any hashable.
+    `reduce` and `mean` also take [B, K], each column alone. `index` [B] names each row's group by any hashable.
+    Failed rows leave the statistics (in verl they count like any sample). The mean of a row whose whole group else
+    failed is its own value, so that it teaches nothing; a group that was never more than one sample has mean 0 and std
+    1, so that its raw score stands.
     """
 
     def __init__(self, index: Labels, response_mask: Tensor) -> None:
         labels = index.tolist() if isinstance(index, np.ndarray | Tensor) else index
         if len(labels) != len(response_mask):
-            raise ValueError(
-                f"index names the group of {len(labels)} rows, but response_mask has {len(response_mask)}: "
-                "pass one group label per row"
-            )
+            raise ValueError(f"index names the group of {len(labels)} rows, but response_mask has {len(response_mask)}")
         codes: dict[Hashable, int] = {}
         row_codes = [codes.setdefault(label, len(codes)) for label in labels]
         self._group = torch.tensor(row_codes, dtype=torch.int64, device=response_mask.device)
@@ -323,7 +316,7 @@ def compute_gdpo_outcome_advantage(
 
     The rewards are the columns of `non_tensor_batch` [B] that `config.gdpo_reward_keys` names, their weights
     `config.gdpo_reward_weights` (all 1 if None); a row where one is None takes no part in that one. Without config or
-    columns it is token_level_rewards alone. Raises AssertionError as `reward_dimensions` does.
+    columns it is token_level_rewards alone.
     """
     dimensions = [(1.0, token_level_rewards.sum(-1), response_mask)]
     if config is not None and non_tensor_batch is not None and response_mask.any():  # of failed rows nothing is known

@@ -101,11 +101,7 @@ class Parts:
 
 
 def prepare(config: Config) -> Parts:
-    """Builds tokenizer, environment, reward and data, the cheap ones first.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError …: what cannot work, with its key, file or row.
-    """
+    """Builds tokenizer, environment, reward and data, the cheap ones first; raises what cannot work, with its key."""
     seed_everything(config.trainer.seed)
     load_modules(config.actor_rollout_ref.model.external_lib)  # first: it may register what the rest looks up
     trainer_class = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
@@ -170,11 +166,7 @@ def prompts_read(dataset: Dataset) -> list[np.ndarray]:
 
 
 def check_models(config: Config) -> None:
-    """Checks by the config.json of each model that it has the head, and positions for the longest sequence.
-
-    Raises:
-        ValueError: it cannot; names key and remedy.
-    """
+    """Checks by the config.json of each model that it has the head, and positions for the longest sequence."""
     actor, ref, roles = config.actor_rollout_ref, config.actor_rollout_ref.ref.model.path, needed_roles(config)
     teaches = ref != actor.model.path
     if teaches and not config.trainer.val_only and "ref" not in roles:
@@ -201,11 +193,7 @@ def check_models(config: Config) -> None:
 
 
 def check_algorithm(config: Config) -> None:
-    """Checks that the estimator and the policy loss exist, can be called, and are given what they need.
-
-    Raises:
-        ConfigError: names the known ones and the files that were imported.
-    """
+    """Raises ConfigError unless estimator and policy loss exist, can be called, and are given what they need."""
     algorithm, settings = config.algorithm, loss_settings(config)
     name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -288,11 +276,7 @@ def check_has_state(loader: PromptLoader) -> None:
 
 
 def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Arguments of `encode_prompt` that describe the tools to the policy; {} where rows are no conversations.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError: a file, class, schema or format that cannot be used; names it.
-    """
+    """Makes the arguments of `encode_prompt` that describe the tools to the policy; {} where there are none."""
     if not settings.enable:
         return {}
     tools = load_tools(settings)

@@ -66,11 +66,7 @@ def load_reward_manager(
     environment: Any | None,
     whole: Config | None = None,
 ) -> RewardManager:
-    """Loads the run's reward: of the kind "reward" of configs/extras.py, the one that the settings name.
-
-    Raises:
-        ValueError: the function has an unknown form.
-    """
+    """Loads the run's reward, of the kind "reward" of configs/extras.py. Raises ValueError if its form is unknown."""
     name = reward_of(config, environment)
     if name != "manager" and (unread := config.reward_kwargs.extras):
         raise ValueError(
@@ -108,9 +104,8 @@ def reward_name(reward: Callable) -> str:
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """Builds what a reward reads of B rollouts: texts `prompts`, `responses`, `ground_truths`, the dataset's columns.
 
-    `data.responses` are texts, of what the policy produced alone (response_mask 1) and without special tokens: text of
-    an environment earns nothing. `data.batch["responses"]`, ["prompts"], ["attention_mask"] and all other tensors are
-    those of the batch, [B, …], as verl's managers read them.
+    `data.responses` are texts of what the policy produced alone (response_mask 1), without special tokens. The tensors
+    of `data.batch`, ["responses"], ["attention_mask"] …, are those of the batch, as verl's managers read them.
     """
     rows = zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
     policy_ids = [ids[mask.bool()].tolist() for ids, mask in rows]
@@ -123,8 +118,7 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
 def view_of_rows(rows: Sequence[Row], responses: Sequence[str], validate: bool = False) -> DataProto:
     """Builds the `reward_view` of dataset rows (`with_labels`), each with a response, where there is no tokenizer.
 
-    The prompt's text is then the contents of its messages, a line each. In training it is the decoded prompt, which
-    also has what the chat template writes around them. A prompt that is a text is the same in both.
+    The prompt's text is then the contents of its messages, a line each, without what a chat template writes around.
     """
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     columns["data_source"] = [row.get("data_source") or "unknown" for row in rows]
@@ -165,11 +159,8 @@ def add_scores(
 ) -> DataProto:
     """Adds token_level_scores to `batch`, and the reward's extra columns, named in meta_info["reward_extra_keys"].
 
-    Rows that could not be scored become what `config` says (`mark_failures`). Episodes of an environment
-    bring their scores.
-
-    Raises:
-        as `compute_reward`.
+    Rows that could not be scored become what `config` says (`mark_failures`). Episodes of an environment bring their
+    scores. Raises as `compute_reward`.
     """
     if "token_level_scores" in batch and "turn_ids" in batch:
         batch.meta_info["reward_extra_keys"] = []
@@ -187,16 +178,13 @@ def add_scores(
 def compute_reward(
     batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase, config: ScoringConfig
 ) -> tuple[Tensor, Columns, Failures]:
-    """Scores a batch of rollouts.
-
-    Returns:
-        token_level_scores [B, R] float32, a row's score on its last policy token; the extra columns ([B] objects)
-        of managers that return dicts; and the rows that could not be scored.
+    """Scores a batch: token_level_scores [B, R] float32, a row's score on its last policy token; the extra columns ([B]
+    objects) of managers that return dicts; and the rows that could not be scored.
 
     Raises:
         RuntimeError: the manager raised, or too many rows could not be scored; names it and the line.
-        ValueError: a wrong number, type or shape of all scores, a score that no token of the policy earns, or an extra
-            column that the batch already has; names the row or the column.
+        ValueError: the scores are of a wrong number, type or shape, or on no token of the policy, or an extra column is
+            in the batch already.
     """
     name, mask = reward_name(manager), batch.batch["response_mask"]
     scores, extra, failures = view_scores(reward_view(batch, tokenizer), manager, mask.shape, config)
@@ -264,10 +252,8 @@ def concat_scored(batches: Sequence[DataProto]) -> DataProto:
 
 
 def reward_metrics(batch: DataProto) -> dict[str, float]:
-    """Computes reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score; and how
-    many rows could not be scored, reward/timeout and reward/error.
-
-    Over samples that did not fail and of which it is not None; of an episode of several rows it is the last row's.
+    """Computes reward/<key>/{mean, std, min, max} of every number beside the score, over samples that did not fail and
+    have it (an episode's is its last row's), and counts rows without a score: reward/timeout, reward/error.
     """
     metrics: dict[str, float] = {}
     if "reward_outcome" in batch:
@@ -289,14 +275,8 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
 def validate_result(
     result: Any, manager: Callable, shape: tuple[int, int], config: ScoringConfig
 ) -> tuple[Tensor, Columns, Failures]:
-    """Checks what a manager returned.
-
-    Returns:
-        scores [B] or [B, R], with `shape` (B, R); extra columns [B]; and the rows that have no score: 0, or, of [B],
-        reward.failure_score.
-
-    Raises:
-        RuntimeError, ValueError: as `compute_reward`.
+    """Checks what a manager returned: scores [B] or [B, R], with `shape` (B, R); extra columns [B]; and the rows that
+    have no score: 0, or, of [B], reward.failure_score. Raises as `compute_reward`.
     """
     name = reward_name(manager)
     scores, extra, failures = parse_scores(result, shape, name)
@@ -308,11 +288,8 @@ def validate_result(
 
 
 def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: str) -> None:
-    """Warns of responses that the reward called `name` could not score, or ends the run if they are too many.
-
-    Raises:
-        RuntimeError: more than reward.max_failed_fraction of `rows`; has the most frequent cause, with file and line.
-    """
+    """Warns of responses that the reward called `name` could not score, with the most frequent cause; raises
+    RuntimeError if they are more than reward.max_failed_fraction of `rows`."""
     [(problem, times)] = Counter(failure.said for failure in failures.values()).most_common(1)
     kinds = Counter(failure.outcome for failure in failures.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -336,9 +313,7 @@ def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor
 
     A row that the reward called `name` could not score has none, nor has one with anything but a finite number, or
     with a dict of other keys than most. A number beside dicts is a score without further values: None in their columns.
-
-    Raises:
-        ValueError: the whole has a wrong number, type or shape.
+    Raises ValueError if the whole has a wrong number, type or shape.
     """
     rows, extra, failures = shape[0], {}, {}
     if isinstance(result, dict) and "reward_tensor" in result:  # verl's managers

@@ -113,9 +113,9 @@ class Here:
 class FunctionReward:
     """A reward from a function, sync or async; its `form` is read from its signature.
 
-    A function of one response is given exactly what it names among `ARGUMENTS`, `FACTS` and the columns of the data
-    set; one of lists, each with an element for every response, among `LISTS`, `FACTS` and those columns. With **kwargs
-    it gets all of verl's four. An argument whose default is a value is a setting, and no column.
+    A function of one response is given what it names among `ARGUMENTS`, `FACTS` and the columns of the data set; one of
+    lists among `LISTS`, `FACTS` and those columns. With **kwargs it gets all of verl's four. An argument whose default
+    is a value is a setting, and no column.
 
     Args:
         function: in one of the four `FORMS`.
@@ -253,11 +253,8 @@ def load_function(
 ) -> FunctionReward:
     """Loads the function that `entry` names under the setting `key`, to be called by the limits of `config`.
 
-    One that takes a DataProto is called in this process: its rows cannot be scored one by one. `computes`: each call
-    takes a core.
-
-    Raises:
-        ValueError: it has none of the forms; and whatever loading the file raises.
+    One that takes a DataProto is called in this process. `computes`: each call takes a core. Raises ValueError if it
+    has none of the forms, and whatever loading the file raises.
     """
     function = load_extern_object(entry.path, entry.name)
     limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout, "key": key}
@@ -281,9 +278,9 @@ class Part:
 class WeightedReward:
     """A reward manager whose score is the weighted sum of what several functions return for a response.
 
-    Each returns a number, or a dict with `score`, for a response; the parts come as columns under their labels, and
-    what their dicts hold beside the score as LABEL/KEY. One that returns None has no part in the response, and None in
-    its columns. A response that one of them cannot score, or in which none has a part, is not scored.
+    The parts come as columns under their labels, and what their dicts hold beside the score as LABEL/KEY. One that
+    returns None has no part in the response, and None in its columns. A response that one of them cannot score, or in
+    which none has a part, is not scored.
     """
 
     def __init__(self, parts: list[Part]) -> None:
@@ -360,11 +357,7 @@ def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None)
 def load_functions(
     settings: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> FunctionReward | WeightedReward | None:
-    """Loads the manager around the functions that the settings name; returns None if they name none.
-
-    Raises:
-        ValueError: one has an unknown form.
-    """
+    """Loads the manager around the functions that the settings name; None if they name none."""
     if settings.functions:
         return WeightedReward(load_parts(settings, tokenizer))
     if settings.custom_reward_function.path:
