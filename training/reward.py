@@ -187,20 +187,14 @@ def compute_reward(
             in the batch already.
     """
     name, mask = reward_name(manager), batch.batch["response_mask"]
-    scores, extra, failures = view_scores(reward_view(batch, tokenizer), manager, mask.shape, config)
+    result = call_manager(manager, reward_view(batch, tokenizer))
+    scores, extra, failures = validate_result(result, manager, mask.shape, config)
     if taken := [key for key in extra if key in batch]:
         raise ValueError(f"the reward {name} returned the keys {taken}, which are columns of the batch already.")
     placed = place_scores(scores, mask, name)
     if scores.ndim == 2 and config.on_failure == "score":
         placed[sorted(failures)] = config.failure_score * (last_token(mask) == 1)[sorted(failures)].float()
     return placed, extra, failures
-
-
-def view_scores(
-    view: DataProto, manager: RewardManager, shape: tuple[int, int], config: ScoringConfig
-) -> tuple[Tensor, Columns, Failures]:
-    """Scores a `reward_view`: `call_manager`, then `validate_result`."""
-    return validate_result(call_manager(manager, view), manager, shape, config)
 
 
 def call_manager(manager: RewardManager, view: DataProto) -> Any:

@@ -33,7 +33,7 @@ from data.files import replacing
 from data.rows import Origin, read_rows, with_labels
 from data.types import Row
 from training.metric_utils import calc_maj_val, subset_sizes
-from training.reward import RewardManager, RewardRun, view_of_rows, view_scores
+from training.reward import RewardManager, RewardRun, call_manager, validate_result, view_of_rows
 from training.reward_function import load_functions
 
 Figures = dict[str, float]  # by name; NAME/stderr beside a mean over several prompts
@@ -89,7 +89,7 @@ def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> 
     """
     flat = [(row, response) for row in rows for response in row["responses"]]
     view = view_of_rows(*zip(*flat, strict=True), validate=True)
-    scores, extra, failures = view_scores(view, reward, (len(flat), 1), config)
+    scores, extra, failures = validate_result(call_manager(reward, view), reward, (len(flat), 1), config)
     scores, answers = scores.flatten().tolist(), extra.get("pred")
     left_out = failures if config.on_failure == "mask" else {}
     graded, end = [], 0
