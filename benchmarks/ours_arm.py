@@ -24,8 +24,8 @@ from benchmarks.workload import (
 )
 from configs.checks import check_config
 from configs.loader import CONFIG_DIR, Arguments, load_config
+from configs.process import worker_threads
 from configs.schema import Config
-from configs.threads import worker_threads
 from data.protocol import DataProto, object_array
 from data.types import Completion, Request
 from training.preparation import prepare

@@ -37,8 +37,7 @@ from transformers import AutoConfig
 from benchmarks.figures import ARMS, summary, table
 from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, typical, update_floor
 from benchmarks.workload import VOCABULARY, Workload, command
-from configs.process import VARIABLES
-from configs.threads import worker_threads
+from configs.process import VARIABLES, worker_threads
 from extras.kernels.kernels import start_process
 
 ROOT = Path(__file__).resolve().parents[1]

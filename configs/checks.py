@@ -1,7 +1,6 @@
-"""Refuses settings that contradict each other, before torch is imported, and summarises those that do not.
+"""Refuses settings of several sections that contradict each other, and summarises those that do not.
 
-`check_config` raises ConfigError; each message names a remedy. Below it: the batch arithmetic and the sampling in one
-sentence each.
+A section refuses what it says itself (`check` in configs/schema.py). Nothing here imports torch.
 """
 
 import tempfile
@@ -10,43 +9,27 @@ from pathlib import Path
 from configs.errors import ConfigError, notice
 from configs.extras import TABLE, check_present, present
 from configs.import_utils import split_object
-from configs.loader import workers_asked_for
 from configs.paths import find_path, source_files
-from configs.schema import (
-    ActorConfig,
-    AgentConfig,
-    CheckpointConfig,
-    Config,
-    CriticConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplingConfig,
-)
-from configs.threads import worker_threads
+from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, SamplingConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def check_config(config: Config) -> None:
     """Raises ConfigError for settings that contradict each other; each message names a way out."""
-    trainer, rollout, env, files = config.trainer, config.actor_rollout_ref.rollout, config.env, config.data.train_files
+    trainer, env, files, users = config.trainer, config.env, config.data.train_files, config.data.custom_cls
     if env.id is None and not files and not trainer.val_only:
         raise ConfigError("there is nothing to train on: set data.train_files (docs/data.md) or env.id.")
     if env.id is not None and files:
         raise ConfigError(f"env.id={env.id} and data.train_files={files} are both set: prompts come from one of them.")
-    own = config.data.custom_cls
-    for key in ("train_files", "val_files") if own.path is None else ():  # a class of the user's may fetch them
+    for key in ("train_files", "val_files") if users.path is None else ():  # a class of the user's may fetch them
         check_sources(f"data.{key}", getattr(config.data, key))
-    if own.path is None and own.kwargs:
-        raise ConfigError(
-            f"data.custom_cls.kwargs holds {sorted(own.kwargs)}, which only a dataset class reads: set its path."
-        )
     check_batches(config)
-    check_run(trainer, config.actor_rollout_ref.actor.checkpoint, f"{ACTOR}.checkpoint")
-    check_engine(rollout.name)
-    check_multi_turn(rollout, env.id)
+    check_engine(config.actor_rollout_ref.rollout.name)
+    check_multi_turn(config)
     check_episodes(config)
-    check_policy(config)
+    check_rewards(config)
+    check_sampling(config)
     if not has_validation(config) and (trainer.test_freq > 0 or trainer.val_only):
         raise ConfigError(
             "trainer.test_freq, val_only: nothing to validate on: set data.val_files, env.val_episodes or env.val_size."
@@ -71,71 +54,45 @@ def check_batches(config: Config) -> None:
             f"data.train_batch_size={prompts} × {ROLLOUT}.n={rollout.n} is one sequence a step: raise either."
         )
     for key, role in ((ACTOR, config.actor_rollout_ref.actor), ("critic", config.critic)):
-        mini, betas = role.ppo_mini_batch_size, role.optim.betas
+        mini = role.ppo_mini_batch_size
         if mini is not None and mini > prompts:
             raise ConfigError(
                 f"{key}.ppo_mini_batch_size={mini} is above data.train_batch_size. Set it to at most {prompts}."
             )
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"{key}.optim.betas={betas} must be two numbers in [0, 1), e.g. [0.9, 0.999].")
-    check_micro_batches(ACTOR, config.actor_rollout_ref.actor, prompts * rollout.n)
     for name, wrong, word in (
         ("prompt", rollout.prompt_length < data.max_prompt_length, "below"),
         ("response", rollout.response_length > data.max_response_length, "above"),
     ):
-        whole = f"data.max_{name}_length"
         if wrong:
+            key, limit = f"data.max_{name}_length", data[f"max_{name}_length"]
             raise ConfigError(
-                f"{ROLLOUT}.{name}_length={rollout[f'{name}_length']} is {word} {whole}="
-                f"{data[f'max_{name}_length']}: set {whole} alone, the other follows."
+                f"{ROLLOUT}.{name}_length={rollout[f'{name}_length']} is {word} {key}={limit}: set {key} alone."
             )
-
-
-def check_micro_batches(key: str, section: ActorConfig | CriticConfig, sequences: int) -> None:
-    if section.use_dynamic_bsz is False and section.ppo_micro_batch_size_per_gpu is None:
-        raise ConfigError(
-            f"{key}.use_dynamic_bsz=false needs {key}.ppo_micro_batch_size_per_gpu (try {min(8, sequences)}); or null."
-        )
 
 
 def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> None:
     """Raises ConfigError unless the longest sequence fits into one pass, wherever passes are cut by tokens."""
     policy, critic, name = config.actor_rollout_ref, config.critic, "log_prob_max_token_len_per_gpu"
-    if with_critic:
-        check_micro_batches("critic", critic, config.data.train_batch_size * policy.rollout.n)
+    by_tokens = [(ACTOR, "ppo_max_token_len_per_gpu", policy.actor)] * cuts_by_tokens(policy.actor)
+    by_tokens += [("critic", "ppo_max_token_len_per_gpu", critic)] * (with_critic and cuts_by_tokens(critic))
+    for key, section in ((ROLLOUT, policy.rollout), *[("actor_rollout_ref.ref", policy.ref)] * with_ref):
+        by_tokens += [(key, name, section)] * (section.log_prob_micro_batch_size_per_gpu is None)
     longest = config.data.max_prompt_length + policy.rollout.response_length
-    for applies, key, budget in (
-        (cuts_by_tokens(policy.actor), f"{ACTOR}.ppo_max_token_len_per_gpu", policy.actor.ppo_max_token_len_per_gpu),
-        (policy.rollout.log_prob_micro_batch_size_per_gpu is None, f"{ROLLOUT}.{name}", policy.rollout[name]),
-        (
-            with_ref and policy.ref.log_prob_micro_batch_size_per_gpu is None,
-            f"actor_rollout_ref.ref.{name}",
-            policy.ref[name],
-        ),
-        (with_critic and cuts_by_tokens(critic), "critic.ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu),
-    ):
-        if applies and budget < longest:
+    for key, name, section in by_tokens:
+        if section[name] < longest:
             raise ConfigError(
-                f"{key}={budget} is below max_prompt_length + response_length = {longest}: one sequence may not fit. "
-                f"Raise it to at least {longest}."
+                f"{key}.{name}={section[name]} is below max_prompt_length + response_length = {longest}: raise it to "
+                f"at least {longest}."
             )
 
 
-def check_policy(config: Config) -> None:
-    rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss
-    key = f"{ACTOR}.policy_loss"
-    if loss.loss_mode == "dro" and loss.dro_beta is None:
-        raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of the squared log-ratio, e.g. 0.05.")
-    if loss.clip_cov_lb >= loss.clip_cov_ub:
-        raise ConfigError(f"{key}.clip_cov_lb={loss.clip_cov_lb} must be below {key}.clip_cov_ub={loss.clip_cov_ub}.")
-    check_rewards(config)
-    key, validation = f"{ROLLOUT}.val_kwargs", rollout.val_kwargs
-    given = {name: validation[name] for name in ("do_sample", "temperature") if validation[name] is not None}
-    beside = " and ".join(f"{name}={str(value).lower()}" for name, value in given.items())
-    if (n := validation.n) > 1 and is_greedy(validation):
+def check_sampling(config: Config) -> None:
+    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.val_kwargs"
+    validation = rollout.val_kwargs
+    if validation.n > 1 and is_greedy(validation):
         raise ConfigError(
-            f"{key}.n={n}{' with ' * bool(given)}{beside} asks for {n} greedy answers to a prompt, which are all the "
-            f"same. Set {key}.do_sample=true with a temperature above 0, or {key}.n=1."
+            f"{key}.n={validation.n} asks for greedy answers, all the same: set {key}.do_sample=true and a "
+            f"{key}.temperature above 0, or {key}.n=1."
         )
     if validation.do_sample is False and validation.temperature:
         notice(f"{key}.do_sample=false takes the likeliest token at any {key}.temperature; without it, that samples.")
@@ -149,28 +106,6 @@ def check_policy(config: Config) -> None:
 def has_validation(config: Config) -> bool:
     env = config.env
     return bool(config.data.val_files) if env.id is None else env.val_episodes > 0 or env.val_size > 0
-
-
-def check_run(trainer: RunConfig, checkpoint: CheckpointConfig, checkpoint_key: str) -> None:
-    """Raises ConfigError for settings of every run that trains, by reinforcement or by examples."""
-    asked, by_path = workers_asked_for(trainer), trainer.resume_mode == "resume_path"
-    if asked > 1 and trainer.executor == "local":
-        raise ConfigError(
-            f"trainer.nnodes={trainer.nnodes}, n_gpus_per_node={trainer.n_gpus_per_node}, n_workers_per_node="
-            f"{trainer.n_workers_per_node} ask for {asked} workers, and executor=local has one: leave executor null."
-        )
-    worker_threads(trainer.n_threads)
-    if by_path and not trainer.resume_from_path:
-        raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N.")
-    if not by_path and trainer.resume_from_path:
-        raise ConfigError(
-            f"trainer.resume_from_path={trainer.resume_from_path} is only read with trainer.resume_mode=resume_path."
-        )
-    unknown = set(checkpoint.save_contents) - {"model", "optimizer", "extra", "hf_model"}
-    if unknown:
-        raise ConfigError(
-            f"{checkpoint_key}.save_contents holds {sorted(unknown)}: it can hold model, optimizer, extra, hf_model."
-        )
 
 
 def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:
@@ -191,26 +126,16 @@ def check_engine(name: str) -> None:
     check_present("engine", name, f"{ROLLOUT}.name")
 
 
-def check_multi_turn(rollout: RolloutConfig, env_id: str | None) -> None:
-    key, settings = f"{ROLLOUT}.multi_turn", rollout.multi_turn
-    files = settings.files()
-    others = files.keys() - {"tool_config_path", "function_tool_path"} if env_id is not None else ()
-    for name, file in files.items():
-        if not find_path(file.rpartition(":")[0] or file).is_file():
-            raise ConfigError(f"{key}.{name}={file}: there is no such file (looked in {Path.cwd()}).")
-    if files and not settings.enable:
+def check_multi_turn(config: Config) -> None:
+    rollout, env_id, key = config.actor_rollout_ref.rollout, config.env.id, f"{ROLLOUT}.multi_turn"
+    files = rollout.multi_turn.files()
+    if rollout.multi_turn.enable and not files and rollout.agent == AgentConfig() and env_id is None:
         raise ConfigError(
-            f"{key} names {', '.join(files)}, and {key}.enable=false: rows would be answered once. Enable it."
+            f"{key}.enable=true and nobody to talk to: set env.id, {ROLLOUT}.agent, or {key}.function_tool_path."
         )
-    if settings.enable and not files and rollout.agent == AgentConfig() and env_id is None:
-        raise ConfigError(
-            f"{key}.enable=true, and there is nobody to talk to: set env.id, {ROLLOUT}.agent, or one of the files of "
-            f"{key}, e.g. function_tool_path."
-        )
-    if others:
-        raise ConfigError(
-            f"{key} names {', '.join(others)}, and env.id={env_id}: they go with rows. Take one of the two back."
-        )
+    of_rows = files.keys() - {"tool_config_path", "function_tool_path"}
+    if of_rows and env_id is not None:
+        raise ConfigError(f"{key} names {', '.join(of_rows)}, for rows, and env.id={env_id}: take one of them back.")
 
 
 def check_episodes(config: Config) -> None:
@@ -219,8 +144,7 @@ def check_episodes(config: Config) -> None:
         return
     if config.env.id is None:
         raise ConfigError("env.mode=episode: there is no environment to play. Set env.id, e.g. env.id=FrozenLake-v1.")
-    source = config.reward.source()
-    if source:
+    if source := config.reward.source():
         raise ConfigError(
             f"{source}, and env.mode=episode: the environment pays for its episodes. Have it pay otherwise (a "
             "gymnasium wrapper), or train on single states: env.mode=step."
@@ -230,22 +154,13 @@ def check_episodes(config: Config) -> None:
 
 
 def check_rewards(config: Config) -> None:
-    rollout, env, shaping = config.actor_rollout_ref.rollout, config.env, config.reward.reward_kwargs
-    if config.algorithm.filter_groups.enable and rollout.n < 2:
-        raise ConfigError(
-            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample cannot differ from itself."
-        )
-    source, manager = config.reward.source(), config.reward.reward_manager
-    if manager != type(manager)() and ((env.id and source) or config.reward.functions):
+    n, source, manager = config.actor_rollout_ref.rollout.n, config.reward.source(), config.reward.reward_manager
+    if config.algorithm.filter_groups.enable and n < 2:
+        raise ConfigError(f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={n}: one sample cannot differ.")
+    if manager != type(manager)() and ((config.env.id and source) or config.reward.functions):
         raise ConfigError(
             f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers, "
             f"and {source} scores them: take one of the two back."
-        )
-    buffer, key = shaping.overlong_buffer_cfg, "reward.reward_kwargs"
-    if buffer.enable and buffer.len is not None and buffer.len > shaping.max_resp_len:
-        raise ConfigError(
-            f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={shaping.max_resp_len}: "
-            "leave it null for a fifth of that."
         )
 
 
@@ -270,7 +185,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def cuts_by_tokens(config: ActorConfig | CriticConfig) -> bool:
-    """Whether a number of tokens limits forward passes, instead of a number of sequences.
+    """Returns whether a number of tokens limits forward passes, and not one of sequences.
 
     use_dynamic_bsz decides if it is set; else a given number of sequences goes before the token budget.
     """

@@ -61,6 +61,8 @@ TABLE: dict[str, dict[str, str]] = {
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
     },
+    "dataset": {"files": "data.rl_dataset:RLHFDataset", "datagen": "extras.datagen.dataset:DynamicGenDataset"},
+    "format": {"llama3": "extras.tools.llama3:Llama3Parser"},  # of calls, beside those of data/tool_parsers.py
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
     "logger": {  # observers, too: those of trainer.logger
         "console": "training.tracking:ConsoleLine",
@@ -84,6 +86,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
 )
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them
     "dry_run": ("trainer.dry_run",),
+    "datagen": ("data.datagen",),
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
     "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch"),
     "gym": ("env.processes",),
@@ -105,33 +108,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
     "pf_ppo": ("algorithm.use_pf_ppo", "algorithm.pf_ppo"),
     "tools": ("multi_turn.tool_config_path",),
 }
-MOVED: dict[str, str] = {  # by its old name, the new one of a module that users run or name
-    "training.report": "python -m extras.report",
-    "training.show_episodes": "python -m extras.report.show_episodes",
-    "training.transcripts": "extras.report.transcripts",
-    "training.sft_trainer": "python -m extras.sft",
-    "training.model_merger": "python -m extras.merge",
-    "training.reward": "python -m extras.try_reward",
-    "training.judge": "extras.judge.judge",
-    "training.from_verl": "extras.verl",
-    "training.reward_manager": "extras.verl.managers",
-    "training.verl_compat": "extras.verl.compat",
-    "training.main_eval": "python -m extras.evaluation.main_eval",
-    "training.main_generation": "python -m extras.evaluation.main_generation",
-    "training.main_server": "python -m extras.server",
-    "configs.serving": "extras.evaluation.settings",
-    "workers.worker_group": "workers.ray_group",
-    **{f"workers.tools.{name}": f"extras.tools.{name}" for name in ("calculator", "gsm8k", "search")},
-    "workers.tools.sandbox": "extras.sandbox.tool",
-    **{f"workers.interactions.{name}": f"extras.interactions.{name}" for name in ("endpoint", "gsm8k", "scripted")},
-    "data.curriculum": "extras.curriculum.curriculum",
-}
 
 
 def find(kind: str, name: str, key: str = "") -> Any:
-    """Returns the object of a kind that is called `name`: one of the table, or file.py:Name of the user's.
-
-    It is imported now, and not before.
+    """Imports and returns the object of a kind that is called `name`: of the table, or file.py:Name of the user's.
 
     Raises:
         ConfigError: its extra is not in this copy; names `key`.
@@ -171,10 +151,7 @@ def absence(extra: str) -> str:
 
 
 def section(extra: str, name: str = "Settings") -> type:
-    """Returns the settings that an extra adds to the schema: a class to nest, or to inherit from.
-
-    Without the extra there are none. Its settings.py imports neither torch nor what is built from the settings.
-    """
+    """Returns the settings that an extra adds to the schema: a class to nest, or to inherit from; without it, none."""
     if not is_here(f"extras.{extra}"):
         from configs.settings import Frozen  # processes that score do without
 
@@ -195,11 +172,6 @@ def commands() -> Iterator[tuple[str, str]]:
     for file in sorted([*FOLDER.glob("*/__main__.py"), *FOLDER.glob("*/main_*.py")]):
         module = f"extras.{file.parent.name}.{file.stem}".removesuffix(".__main__")
         yield f"python -m {module}", file.read_text().splitlines()[0].strip('"')
-
-
-def moved(module: str) -> str:
-    """Says where a module is now that users ran or named by another name; else nothing."""
-    return f" {module} is {MOVED[module]} now." if module in MOVED else ""
 
 
 def those_present(kind: str, *names: str) -> list[str]:

@@ -1,9 +1,8 @@
 """Loads and calls users' own Python: datasets, samplers, rewards, estimators, named in the config by file or module.
 
-A file is executed once, however often and from wherever it is named. A file that `import` can find is imported under
-that name, so `custom/my_env.py` in the config and `from custom.my_env import …` are one module; any other file gets a
-name made of its path. Either name is in sys.modules, and the same in every process, so the classes in it pickle. It may
-import the modules beside it, where nothing else has their names, and those of another project (`Imports`).
+A file is executed once, however often it is named. One that `import` can find is imported under that name, so that
+`custom/my_env.py` and `from custom.my_env import …` are one module; any other gets a name made of its path. Both are in
+sys.modules and the same in every process, so the classes pickle. A file may import the modules beside it.
 """
 
 import hashlib
@@ -21,15 +20,12 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from configs.errors import is_users
-from configs.extras import find, moved, present
+from configs.extras import find, present
 from configs.paths import find_path
 
 
 class Neighbours:
-    """Finds modules beside the files that were loaded, after all that sys.path has.
-
-    It would give such a file a second name, and one that depends on what was loaded before.
-    """
+    """Finds modules beside the files that were loaded, after all that sys.path has."""
 
     folders: ClassVar[list[str]] = []
 
@@ -75,19 +71,12 @@ def load_module(path: str) -> ModuleType:
     dotted = path.removeprefix("pkg://").replace("/", ".")
     is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
     if is_file and not file.is_file():
-        raise FileNotFoundError(
-            f"{path}: there is no file {file.absolute()} (the working directory is {Path.cwd()}). "
-            "Give a path relative to that directory, an absolute path, or a dotted module."
-        )
+        raise FileNotFoundError(f"{path}: there is no file {file.absolute()}: give a path, or a dotted module.")
     try:
         return _load_file(file.resolve()) if is_file else importlib.import_module(dotted)
-    # Whatever a user's file raises is passed on as the cause.
-    except Exception as error:
+    except Exception as error:  # whatever a user's file raises is passed on as the cause
         if not is_file and _is_missing(dotted, error):
-            raise ModuleNotFoundError(
-                f"{path}: neither a file in {Path.cwd()} nor a module that can be imported.{moved(dotted)} "
-                "Give the path of a .py file, or a module on PYTHONPATH."
-            ) from None
+            raise ModuleNotFoundError(f"{path}: neither a file in {Path.cwd()} nor a module on PYTHONPATH.") from None
         raise RuntimeError(f"Error loading module from {path}: {type(error).__name__}: {error}") from error
 
 
@@ -104,7 +93,7 @@ def load_extern_object(path: str, name: str | None) -> Any:
         AttributeError: the module has no such object; lists the public ones.
     """
     if not name:
-        raise ValueError(f"{path} is given without the name of the object in it: set the `name` that belongs to it.")
+        raise ValueError(f"{path} is given without the name of the object in it: set its `name`.")
     module = load_module(path)
     if name not in vars(module) and type(module) is ModuleType:  # others say themselves what they lack
         public = (key for key, value in vars(module).items() if key[0] != "_" and not isinstance(value, ModuleType))
@@ -161,12 +150,12 @@ def bind(
 ) -> partial:
     """Binds a user's `function` (or class) to its arguments; a call of the result, without more of them, runs it.
 
-    It is given the values of `positional` by position, whatever it calls them, all of `required` by name, and of
-    `offered` those that it names, or with **kwargs all. Where a name is in several, the first of these comes first.
+    It is given `positional` by position, all of `required` by name, and of `offered` what it names, or with **kwargs
+    all. Of one name, the first of these counts.
 
     Raises:
-        ValueError: it needs another argument, or does not accept one of `required`. Names `key`, the setting that chose
-            it, and what is offered; `settings` is how `required` is called in the config.
+        ValueError: it needs another argument, or does not accept one of `required`, which the config calls `settings`;
+            names `key`, the setting that chose it, and what is offered.
     """
     positional = positional or {}
     given = {name: value for name, value in offered.items() if name not in positional and accepts(function, name)}

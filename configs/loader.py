@@ -1,9 +1,7 @@
 """Makes a checked, typed, read-only config of a yaml file and key=value overrides, and commands of functions of one.
 
-Hydra composes the yaml files and parses the overrides. The result is laid over the schema, so that an unknown key, a
-value of the wrong type and a value outside its rule are each reported by name, with a remedy, before torch is imported.
-Keys of other projects are translated by extras (`Keys`). A recipe (`recipe=dapo` is configs/recipe/dapo.yaml) is a yaml
-file laid over the one of --config-name; a folder `recipe` beside a user's yaml adds to the shipped ones.
+Hydra composes the yaml files and parses the overrides; the result is laid over the schema. A recipe (`recipe=dapo` is
+configs/recipe/dapo.yaml) is laid over the yaml of --config-name; a user's folder may have a folder `recipe`, too.
 """
 
 from configs.process import end_on_interrupt, set_environment  # isort: skip
@@ -19,8 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from hashlib import sha256
 from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -31,12 +27,11 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
-from packaging.version import Version
 from yaml import YAMLError
 
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
 from configs.extras import absence, absent_extra_of, commands, find, present
-from configs.paths import ROOT, home_spelt_out
+from configs.paths import home_spelt_out
 from configs.settings import (
     EACH_EPOCH,
     Frozen,
@@ -53,14 +48,12 @@ from configs.settings import (
 )
 
 CONFIG_DIR = Path(__file__).parent
-OLDEST_TORCH = "2.6"  # torch.nn.utils.get_total_norm
 NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_files")  # in the name of a run without one
 REWARDS = ("custom_reward_function", "functions", "reward_manager", "reward_model.model.path")
 LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", *(f"reward.{name}" for name in REWARDS))
 OPENERS = ("path", "env.id")  # settings that decide which keys others take, and so are set first
 ONE_RUN = (
-    "sweeps are not run here; start one run per value, each in its folder: for seed in 0 1 2; do python main.py "
-    "trainer.seed=$seed trainer.experiment_name=seed_$seed; done"
+    "sweeps are not run here; start one run per value, each with a trainer.experiment_name: for seed in 0 1 2; do …"
 )
 
 
@@ -68,8 +61,6 @@ def command(
     name: str, schema: type, check: Callable[[Any], None], description: str | None, run: str
 ) -> Callable[..., None]:
     """Makes the `main` of an entry point, which composes and checks a config, then imports `run` and calls it.
-
-    A mistake in the settings ends it with one line, at any time; most are found before torch is imported.
 
     Args:
         name: the yaml file that is read without --config-name; it and others stand beside the `schema`.
@@ -86,26 +77,11 @@ def command(
             config = load_config(arguments, schema)
             check_is_whole(arguments, config)
             check(config)
-            check_torch()
         with late_refusals():
             module, _, function = run.rpartition(".")
             getattr(import_module(module), function)(config)
 
     return main
-
-
-def check_torch() -> None:
-    """Raises ConfigError for a torch without functions that are called here; transformers does without one below 2.5,
-    and then fails by a NameError."""
-    found = version("torch") if find_spec("torch") else "none"
-    if found == "none" or Version(found) < Version(OLDEST_TORCH):
-        pinned = next(
-            line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
-        )
-        raise ConfigError(
-            f"torch: {found} is installed in {sys.prefix}, and {OLDEST_TORCH} or newer is needed: pip install {pinned} "
-            "(requirements.txt), or use the Python of `make setup`, .venv/bin/python."
-        )
 
 
 @dataclass
@@ -126,10 +102,7 @@ def yaml_folder(schema: type) -> Path:
 def parse_arguments(
     argv: list[str], default_config: str, description: str | None, folder: Path = CONFIG_DIR
 ) -> Arguments:
-    """Parses Hydra's everyday flags, without its changes of the working directory and its log folders.
-
-    The help lists the yaml files of `folder`.
-    """
+    """Parses Hydra's everyday flags; the help lists the yaml files of `folder`."""
     shipped, of_core = sorted(path.stem for path in folder.glob("*.yaml")), folder == CONFIG_DIR
     recipes = f"recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. " if of_core else ""
     schema = "configs/schema.py" if of_core else f"extras/{folder.name}/settings.py"
@@ -158,8 +131,8 @@ def parse_arguments(
     config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else folder
     name = arguments.config_name.removesuffix(".yaml")
     if not config_dir.is_absolute() or config_dir == folder:  # Hydra: relative to main_ppo.py, so verl's own yaml
-        there = (config_dir / f"{name}.yaml").is_file()
-        if not there and any(kind.has_yaml(name, default_config) for kind in kinds_of_keys()):
+        exists = (config_dir / f"{name}.yaml").is_file()
+        if not exists and any(kind.has_yaml(name, default_config) for kind in kinds_of_keys()):
             notice(f"--config-name {name} is one of verl's: {default_config} is read in its place.")
             name, config_dir = default_config, folder
     return Arguments(name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job")
@@ -222,17 +195,13 @@ def check_is_whole(arguments: Arguments, config: Any) -> None:
     name, folder = arguments.config_name.removesuffix(".yaml"), arguments.config_dir
     kind, slash, option = name.partition("/")
     if slash and options(kind, folder):
-        raise ConfigError(
-            f"--config-name {name}: this is a {kind}, which changes another config: --config-name frozenlake "
-            f"{kind}={option}."
-        )
+        raise ConfigError(f"--config-name {name}: this is a {kind}: --config-name frozenlake {kind}={option}.")
     heirs = [path.stem for path in sorted(folder.glob("*.yaml")) if f"defaults: [{name}," in path.read_text()]
     if not heirs or config.env.id or config.data.train_files:
         return
     if not any(OmegaConf.select(read_yaml(arguments, {}), key) for key in ("env.id", "data.train_files")):
         raise ConfigError(
-            f"--config-name {name}: this yaml is the base of {', '.join(heirs)}, and no config by itself: name one of "
-            "them, or set env.id or data.train_files."
+            f"--config-name {name}: it is the base of {', '.join(heirs)}: name one, or set env.id or data.train_files."
         )
 
 
@@ -245,8 +214,8 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
     if not (folder / f"{name}.yaml").is_file():
         known = sorted(path.stem for path in folder.glob("*.yaml"))
         raise ConfigError(
-            f"--config-name {name}: there is no {name}.yaml in {folder}.{did_you_mean(name, known)} "
-            f"It holds: {', '.join(known) or 'no yaml file'}; --config-path names another folder."
+            f"--config-name {name}: there is no {name}.yaml in {folder}.{did_you_mean(name, known)} It holds: "
+            f"{', '.join(known) or 'no yaml file'}; --config-path names another folder."
         )
     check_choices(chosen, folder)
     search = [] if folder == CONFIG_DIR else [f"hydra.searchpath=[file://{CONFIG_DIR}]"]
@@ -278,8 +247,8 @@ def parse_override(text: str) -> Override:
     except HydraException as error:
         if value.startswith(("[", "{", "'", '"')):
             raise ConfigError(
-                f"cannot read {text}: {first_line(error)}. In a list or mapping, a text with ~, (, ), = or a comma "
-                "stands in quotes, and all of it in others for the shell: 'data.train_files=[\"a (1).jsonl\"]'."
+                f"cannot read {text}: {first_line(error)}. In a list, a text with ~, (, ), = or a comma stands in "
+                "quotes: 'data.train_files=[\"a (1).jsonl\"]'."
             ) from error
         override = read_as_text(parser, key, value)
     if override.is_sweep_override():
@@ -349,11 +318,6 @@ def apply_override(given: DictConfig, override: Override, schema: type, translat
         if not is_ours and not any(keys.knows(key) for keys in translators):
             raise ConfigError(f"~{key}: nothing sets this key, so there is nothing to take back.", key)
         notice(f"~{key} has no effect: nothing sets it, so it has its default.")
-
-
-def workers_asked_for(trainer: Any) -> int:
-    """Counts the workers that the settings of `trainer` ask for, with a GPU for each or without GPUs."""
-    return trainer.nnodes * (trainer.n_gpus_per_node or trainer.n_workers_per_node)
 
 
 def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> None:

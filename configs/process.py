@@ -1,4 +1,4 @@
-"""Sets the environment variables that torch reads when it is loaded, and answers the signals that a command gets.
+"""Sets the environment variables that torch reads, chooses numbers of threads, and answers signals to a command.
 
 A thread that waits for work spins for a while before it sleeps. A small model has work for it every few microseconds,
 less than waking it takes: without spinning it generates at 0.6 of the speed (1 M parameters, 2 cores). Spinning for
@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partialmethod
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from configs.paths import ROOT
 
@@ -34,6 +35,7 @@ VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed
+THREADS = "OMP_NUM_THREADS"
 SAVING = signal.SIGUSR1  # as job schedulers send it before a time limit
 UNANSWERED = (signal.SIG_DFL, signal.default_int_handler)  # not ignored, as by nohup, or in a shell's background
 STOPPED = "stopped by {}; once more kills the process. HYDRA_FULL_ERROR=1 shows where it was."
@@ -173,3 +175,55 @@ def children_apart() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+class Threads(NamedTuple):
+    """A number of threads, and where it comes from."""
+
+    number: int
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.number} thread{'s'[: self.number > 1]} ({self.origin})"
+
+
+def worker_threads(n_threads: int | None, workers: int = 1) -> Threads:
+    """Chooses the threads of each of a machine's `workers`: trainer.n_threads, else OMP_NUM_THREADS, else an equal
+    share of the available cores.
+
+    Raises:
+        ValueError: OMP_NUM_THREADS is no number of threads.
+    """
+    if n_threads is not None:
+        return Threads(n_threads, "trainer.n_threads")
+    declared = os.environ.get(THREADS, "").strip()
+    if not declared:
+        cores, origin = available_cores()
+        return Threads(max(1, cores // workers), origin)
+    first = declared.partition(",")[0].strip()  # of a list, the outermost level
+    if not first.isdecimal() or int(first) == 0:
+        raise ValueError(f"{THREADS}={declared} is no number of threads: set one above 0, or trainer.n_threads.")
+    return Threads(int(first), THREADS)
+
+
+def available_cores() -> tuple[int, str]:
+    """Counts the cores that this process may use, and says what limits them: the affinity mask, or a lower CPU quota.
+
+    A quota is rounded down, because all threads wait for one that the quota holds up."""
+    machine = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
+    quota = cpu_quota()
+    if quota is not None and quota < allowed:
+        return max(1, int(quota)), f"a CPU quota of {quota:g}"
+    return allowed, "the machine's cores" if allowed == machine else f"{allowed} of the machine's {machine} cores"
+
+
+def cpu_quota(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Reads the CPU limit of this process's control group (version 2) and those above it, in cores; None: no limit.
+
+    In a container the inner folders may be missing: the container's own group is then the outermost."""
+    lines = group.read_text().splitlines() if group.is_file() else []
+    inner = root.joinpath(*(line.removeprefix("0::/") for line in lines if line.startswith("0::/")))
+    folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
+    limits = [(folder / "cpu.max").read_text().split() for folder in folders if (folder / "cpu.max").is_file()]
+    return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)

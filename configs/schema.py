@@ -5,13 +5,16 @@ composes a config, checks it by the rules beside each default, and freezes it.
 """
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import II
 
 from configs.errors import ConfigError
 from configs.extras import section
-from configs.settings import Frozen, Open, group, setting
+from configs.paths import find_path
+from configs.process import worker_threads
+from configs.settings import Frozen, Open, group, own_keys, setting
 
 AGGREGATION_MODES = (
     "token-mean",
@@ -26,17 +29,16 @@ KL_KINDS = tuple(
 )  # fmt: skip
 
 
-def own_keys(section: str, opener: str) -> dict[str, Any]:
-    """Declares the setting that keeps the keys of a user's in `section`, where its setting `opener` names his file."""
-    return setting({}, f"Keys of your own: {section}.NAME=… is kept here; your class reads config.NAME.", free=opener)
-
-
 @dataclass
 class DatasetClassConfig(Open):
     path: str | None = setting(None, "File or module of a dataset class of yours; null: RLHFDataset.")
     name: str | None = setting(None, "Class in that file, a subclass of torch.utils.data.Dataset.")
     kwargs: dict[str, Any] = setting({}, "Passed on to the constructor; they win over what the caller passes.")
     extras: dict[str, Any] = own_keys("data.custom_cls", "path")
+
+    def check(self, config: Any, key: str) -> None:
+        if self.kwargs and self.path is None:
+            raise ConfigError(f"{key}.kwargs holds {sorted(self.kwargs)}, for a dataset class: set {key}.path.")
 
 
 @dataclass
@@ -47,21 +49,13 @@ class SamplerConfig(Open):
     extras: dict[str, Any] = own_keys("data.sampler", "class_path")
 
 
-@dataclass
-class DatagenConfig(Open):
-    path: str | None = setting(None, "File or module of a generator of yours, which adds rows in a run; null: none.")
-    name: str | None = setting(None, "Class in that file, a subclass of extras.datagen.dataset.AbstractDataGenerator.")
-    extras: dict[str, Any] = own_keys("data.datagen", "path")
+class FileRows(Open):
+    dataset = "files"  # name of the dataset in configs/extras.py, unless custom_cls names one
 
 
 @dataclass
-class DataConfig(Open):
-    train_files: Any = setting(
-        None,
-        "Training rows, one source or a list: .parquet, .json, .jsonl or .csv files, folders, globs, datasets:NAME, "
-        "reasoning_gym:TASK.",
-        texts=True,
-    )
+class DataConfig(section("datagen"), FileRows):
+    train_files: Any = setting(None, "Training rows: files, folders, globs, datasets:N, reasoning_gym:T.", texts=True)
     val_files: Any = setting(None, "Validation rows, as train_files; null: no validation on rows.", texts=True)
     train_max_samples: int = setting(-1, "Use at most so many training rows; -1: all.", ge=-1)
     val_max_samples: int = setting(-1, "Use at most so many validation rows; -1: all.", ge=-1)
@@ -72,7 +66,7 @@ class DataConfig(Open):
     filter_overlong_prompts: bool = setting(True, "Drop prompts above max_prompt_length when loading, and count them.")
     truncation: str = setting(
         "error",
-        "What happens to over-long prompts when they are not filtered: raise, or cut the named side.",
+        "What happens to over-long prompts that are not filtered: raise, or cut a side.",
         choices=("error", "left", "right", "middle"),
     )
     train_batch_size: int = setting(1024, "Prompts a step; the default, at most those of an epoch.", ge=1)
@@ -82,26 +76,17 @@ class DataConfig(Open):
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
     custom_cls: DatasetClassConfig = group(DatasetClassConfig, "A dataset class of yours; null: RLHFDataset.")
     sampler: SamplerConfig = group(SamplerConfig, "A sampler of yours (curriculum).")
-    max_bad_fraction: float = setting(
-        0.0, "Share of the rows of files that may be unusable: they are left out, counted and listed.", ge=0, lt=1
-    )
-    source_weights: dict[str, Any] = setting(
-        {}, "How often rows of each source (column reward_fn_key) are drawn, in proportion; {}: each row once an epoch."
-    )
-    datagen: DatagenConfig = group(DatagenConfig, "Rows that are made as the run goes (verl's DynamicGenDataset).")
+    max_bad_fraction: float = setting(0.0, "Share of rows that may be unusable: left out and listed.", ge=0, lt=1)
+    source_weights: dict[str, Any] = setting({}, "Proportions by which sources are drawn; {}: each row once an epoch.")
     extras: dict[str, Any] = own_keys("data", "custom_cls.path")
 
 
 @dataclass
 class SuccessConfig(Frozen):
-    terminated: bool | None = setting(
-        None, "Whether the environment itself must have ended the episode; false: the step limit must have."
-    )
+    terminated: bool | None = setting(None, "Whether it must have ended by itself; false: by the step limit.")
     last_reward_above: float | None = setting(None, "The last reward must be above this.")
     return_above: float | None = setting(None, "The sum of the episode's rewards must be above this.")
-    said: bool | None = setting(
-        None, "The last info['success'] of the episode must have been this; what says nothing counts as false."
-    )
+    said: bool | None = setting(None, "What the last info['success'] must have been; nothing counts as false.")
 
 
 class InOneProcess(Frozen):
@@ -112,43 +97,24 @@ class InOneProcess(Frozen):
 class EnvConfig(section("gym"), InOneProcess):
     id: str | None = setting(None, "gymnasium id, e.g. FrozenLake-v1; null: the prompts come from data.train_files.")
     path: str = setting("custom/env_wrapper.py", "File or module that holds the factory of the environment.")
-    name: str = setting(
-        "make_env", "Factory in that file: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs)."
-    )
+    name: str = setting("make_env", "Factory in it: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs).")
     kwargs: dict[str, Any] = setting({}, "Passed on to the factory (and, by ours, to gymnasium).")
-    mode: str = setting(
-        "step", "What a training prompt is: one state, answered once, or the start of a whole episode.",
-        choices=("step", "episode"),
-    )  # fmt: skip
+    mode: str = setting("step", "A prompt is a state, or the start of an episode.", choices=("step", "episode"))
     history: str = setting(
-        "transcript",
-        "How an episode's turns are shown and learnt: all in one row, or each in a row and a prompt of its own.",
-        choices=("transcript", "turns"),
+        "transcript", "Turns are all in one row, or each in one with its own prompt.", choices=("transcript", "turns")
     )
-    timeout: float | None = setting(
-        60.0, "Seconds that a reset or a step may take before its episode is given up; null: any.", gt=0
-    )
-    max_failed_fraction: float = setting(
-        0.5, "The run ends when more of a step's episodes than this share have failed.", ge=0, le=1
-    )
+    timeout: float | None = setting(60.0, "Seconds a reset or step may take, else its episode fails; null: any.", gt=0)
+    max_failed_fraction: float = setting(0.5, "The run ends when a larger share of episodes failed.", ge=0, le=1)
     train_size: int = setting(10_000, "States (or starts of episodes) an epoch draws from the environment.", ge=1)
     val_size: int = setting(0, "States of the validation set (one answer each); 0: none.", ge=0)
     val_episodes: int = setting(0, "Whole episodes played at validation; 0: none.", ge=0)
     val_seed: int = setting(1_000_000, "Reset seed of the first validation episode; the others count up from it.", ge=0)
     max_turns: int | None = setting(None, "Most moves an episode; null: the environment's own limit.", ge=1)
-    max_walk: int | None = setting(
-        None,
-        "Most random moves from a reset to a training state, where no transition table leads there; null: 20.",
-        ge=0,
-    )
+    max_walk: int | None = setting(None, "Most random moves from a reset to a training state; null: 20.", ge=0)
     invalid_action: str | None = setting(
-        None,
-        "What an answer with no legal action does: use up a turn (retry) or end the episode; null: as its entry says.",
-        choices=("retry", "end"),
+        None, "An answer without a legal action uses up a turn, or ends; null: as it says.", choices=("retry", "end")
     )
-    success: SuccessConfig = group(
-        SuccessConfig, "When an episode is a success: if all that is set holds; nothing set: as the environment says."
-    )
+    success: SuccessConfig = group(SuccessConfig, "When an episode is a success; null: as it says itself.")
 
 
 @dataclass
@@ -172,17 +138,9 @@ class PretrainedModelConfig(Frozen):
 @dataclass
 class ModelConfig(section("lora"), PretrainedModelConfig):
     external_lib: Any = setting(None, "Files or modules (one or a list) to import first, e.g. your losses.", texts=True)
-    use_remove_padding: bool = setting(
-        True, "Pack the sequences of a forward pass without padding, a prompt once for all its samples; false: pad."
-    )
-    kernels: str = setting(
-        "auto",
-        "What makes it faster than as PyTorch and transformers have it (extras/kernels/); off: nothing of it.",
-        choices=("auto", "off"),
-    )
-    enable_gradient_checkpointing: bool | None = setting(
-        None, "Recompute activations in the backward pass: less memory, an update a third longer; null: on a GPU."
-    )
+    use_remove_padding: bool = setting(True, "Pack sequences without padding, a prompt once for all samples.")
+    kernels: str = setting("auto", "What makes it faster (extras/kernels); off: nothing.", choices=("auto", "off"))
+    enable_gradient_checkpointing: bool | None = setting(None, "Recompute activations to save memory; null: on a GPU.")
 
 
 @dataclass
@@ -197,13 +155,17 @@ class OptimConfig(section("sharding", "OptimSettings")):
     min_lr_ratio: float = setting(0.0, "Where linear, cosine and wsd end, as a share of lr.", ge=0, le=1)
     num_cycles: float = setting(0.5, "Cosine cycles after warm-up; 0.5 falls once.", gt=0)
 
+    def check(self, config: Any, key: str) -> None:
+        super().check(config, key)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"{key}.betas={self.betas} must be two numbers in [0, 1), e.g. [0.9, 0.999].")
+
 
 @dataclass
 class FSDPConfig(section("sharding", "OffloadSettings")):
     dtype: str = setting(
         "auto",
-        "Compute dtype: auto is bfloat16 autocast on GPUs that have it, else float32. Weights are always float32. "
-        "bfloat16 is faster on CPUs with AMX or AVX512_BF16.",
+        "Compute dtype, beside weights in float32; auto: bfloat16 on GPUs that have it.",
         choices=("auto", "float32", "bfloat16"),
     )
 
@@ -224,21 +186,27 @@ class PolicyLossConfig(Frozen):
     dro_beta: float | None = setting(None, "Weight of the squared log-ratio in dro, which needs it.", gt=0)
     kwargs: dict[str, Any] = setting({}, "Passed on to a loss of yours, by name.")
 
+    def check(self, config: Any, key: str) -> None:
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, e.g. 0.05.")
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ConfigError(f"{key}.clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}.")
+
 
 @dataclass
 class CheckpointConfig(Frozen):
-    save_contents: list[str] = setting(
-        ["model", "optimizer", "extra", "hf_model"], "What a checkpoint holds; hf_model loads with from_pretrained."
-    )
+    save_contents: list[str] = setting(["model", "optimizer", "extra", "hf_model"], "What a checkpoint holds.")
     async_save: bool = setting(False, "Train on while a checkpoint is written, from a copy in main memory.")
+
+    def check(self, config: Any, key: str) -> None:
+        if unknown := sorted({*self.save_contents} - {"model", "optimizer", "extra", "hf_model"}):
+            raise ConfigError(f"{key}.save_contents holds {unknown}: it can hold model, optimizer, extra, hf_model.")
 
 
 @dataclass
 class LayoutConfig(Frozen):
     strategy: str = setting(
-        "fsdp2",
-        "How several workers hold a model, the critic's too: fsdp2: in shards; replicas: each has a whole one.",
-        choices=("fsdp2", "replicas"),
+        "fsdp2", "How several workers hold a model: in shards, or each a whole one.", choices=("fsdp2", "replicas")
     )
 
     @property
@@ -249,33 +217,21 @@ class LayoutConfig(Frozen):
 
 @dataclass
 class ActorConfig(section("sharding", "ActorSettings"), LayoutConfig):
-    ppo_mini_batch_size: int | None = setting(
-        None, "Prompts an optimiser step; null: train_batch_size, i.e. one update a step, exactly on-policy.", ge=1
-    )
-    ppo_micro_batch_size_per_gpu: int | None = setting(
-        None, "Sequences a forward pass; null: as many as ppo_max_token_len_per_gpu allows.", ge=1
-    )
-    use_dynamic_bsz: bool | None = setting(
-        None, "Cut micro-batches by tokens; null: yes unless ppo_micro_batch_size_per_gpu is set."
-    )
+    ppo_mini_batch_size: int | None = setting(None, "Prompts an optimiser step; null: all, on-policy.", ge=1)
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, "Sequences a forward pass; null: as tokens allow.", ge=1)
+    use_dynamic_bsz: bool | None = setting(None, "Cut passes by tokens; null: unless a number of sequences is set.")
     ppo_max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold when cutting by tokens.", ge=1)
     ppo_epochs: int = setting(1, "Passes over each batch of rollouts.", ge=1)
     shuffle: bool = setting(False, "Shuffle the prompts before cutting mini-batches, anew every epoch.")
     clip_ratio: float = setting(0.2, "PPO's ε.", ge=0)
     clip_ratio_low: float | None = setting(None, "Lower ε; null: clip_ratio.", ge=0)
     clip_ratio_high: float | None = setting(None, "Upper ε; null: clip_ratio.", ge=0)
-    clip_ratio_c: float = setting(
-        3.0, "Dual-clip bound on the loss of negative advantages; dppo_tv and dppo_kl: the largest ratio.", gt=1
-    )
+    clip_ratio_c: float = setting(3.0, "Dual-clip bound where advantages are negative; dppo: the largest ratio.", gt=1)
     tau_pos: float = setting(1.0, "How soon sapo's gradient fades off policy where the advantage is positive.", gt=0)
     tau_neg: float = setting(1.05, "How soon it fades where the advantage is not positive.", gt=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Which policy loss.")
-    loss_agg_mode: str = setting(
-        "token-mean", "How token losses become one number; sapo and geo_mean have their own.", choices=AGGREGATION_MODES
-    )
-    loss_scale_factor: float | None = setting(
-        None, "Divisor of seq-mean-token-sum-norm; null: the padded response width.", gt=0
-    )
+    loss_agg_mode: str = setting("token-mean", "How token losses become one number.", choices=AGGREGATION_MODES)
+    loss_scale_factor: float | None = setting(None, "Divisor of seq-mean-token-sum-norm; null: the width R.", gt=0)
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
     calculate_entropy: bool = setting(False, "Log the entropy even when its weight is 0.")
     use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
@@ -285,12 +241,20 @@ class ActorConfig(section("sharding", "ActorSettings"), LayoutConfig):
     fsdp_config: TrainFSDPConfig = group(TrainFSDPConfig, "Precision and offloading; the critic's too.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
 
+    def check(self, config: Any, key: str) -> None:
+        super().check(config, key)
+        check_cut(self, key)
+
+
+def check_cut(section: "ActorConfig | CriticConfig", key: str) -> None:
+    """Raises ConfigError where forward passes are cut neither by tokens nor by sequences."""
+    if section.use_dynamic_bsz is False and section.ppo_micro_batch_size_per_gpu is None:
+        raise ConfigError(f"{key}.use_dynamic_bsz=false needs {key}.ppo_micro_batch_size_per_gpu, e.g. 8.")
+
 
 @dataclass
 class RefModelConfig(Frozen):
-    path: str | None = setting(
-        II("actor_rollout_ref.model.path"), "Model directory of the reference; the actor's, as it is at the start."
-    )
+    path: str | None = setting(II("actor_rollout_ref.model.path"), "Directory of the reference; the actor's at first.")
 
 
 @dataclass
@@ -306,9 +270,7 @@ class RefConfig(section("sharding", "RefSettings")):
 
 @dataclass
 class SamplingConfig(Frozen):
-    do_sample: bool | None = setting(
-        None, "Sample; false: take the most likely token; null: sample if a temperature above 0 is set."
-    )
+    do_sample: bool | None = setting(None, "Sample, not the likeliest token; null: if a temperature above 0 is set.")
     temperature: float | None = setting(None, "Softmax temperature when sampling; null: 1.", ge=0)
     top_k: int = setting(-1, "Keep the k most likely tokens; -1: all.", ge=-1)
     top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability; 1: all.", gt=0, le=1)
@@ -327,53 +289,44 @@ class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
     enable: bool = setting(False, "Play each row as a conversation, with tools or a simulated user: an episode.")
     max_assistant_turns: int | None = setting(None, "Most answers of the policy in an episode; null or 0: any.", ge=0)
     max_user_turns: int | None = setting(None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0)
-    function_tool_path: str | None = setting(
-        None, "Python file whose functions are tools, by their hints and docstrings.", file=True
-    )
+    function_tool_path: str | None = setting(None, "Python file whose functions, by their hints, are tools.", file=True)
     format: str = setting("hermes", "How answers write calls: hermes, llama3, plain, or a ToolParser of yours.")
     max_parallel_calls: int = setting(1, "Calls of one answer that are run, side by side.", ge=1)
-    tool_timeout: float = setting(
-        30.0, "Seconds that a tool or the simulated user may take for a call, an agent loop between two answers.", gt=0
-    )
+    tool_timeout: float = setting(30.0, "Seconds that a call of a tool, a user or an agent loop may take.", gt=0)
     max_tool_response_length: int = setting(256, "Characters of a tool's answer; longer ones are cut.", ge=1)
-    tool_response_truncate_side: str = setting(
-        "middle", "Which part of a longer one is left out.", choices=("left", "middle", "right")
-    )
+    tool_response_truncate_side: str = setting("middle", "Side left out.", choices=("left", "middle", "right"))
     environment_factory: str | None = setting(
-        None,
-        "Called once for each episode, file.py:Class: its public methods are tools, and reset(**row) may return what "
-        "follows the prompt.",
-        file=True,
+        None, "Class (file.py:Class) of each episode: its methods are tools; reset(**row) may add a text.", file=True
     )
-    max_tokens_per_turn: int | None = setting(
-        None, "Most tokens of an answer in an episode; null: what is left of response_length.", ge=1
-    )
+    max_tokens_per_turn: int | None = setting(None, "Most tokens of one answer; null: what is left of all.", ge=1)
 
     def files(self) -> dict[str, str]:
         """Returns the files that settings name, of extras too, by the settings' names."""
         return {item.name: self[item.name] for item in fields(self) if "file" in item.metadata and self[item.name]}
 
+    def check(self, config: Any, key: str) -> None:
+        super().check(config, key)
+        files = self.files()
+        for name, file in files.items():
+            if not find_path(file.rpartition(":")[0] or file).is_file():
+                raise ConfigError(f"{key}.{name}={file}: there is no such file (looked in {Path.cwd()}).")
+        if files and not self.enable:
+            raise ConfigError(f"{key} names {', '.join(files)}, which {key}.enable=false does not read: enable it.")
+
 
 @dataclass
 class AgentConfig(Frozen):
     default_agent_loop: str | None = setting(
-        None,
-        "Who plays the episodes of rows without agent_name: a name under @register or of the file below, or "
-        "file.py:Class, an agent loop in verl's form or an Episode; null: tool_agent with multi_turn.enable, else "
-        "single_turn_agent.",
+        None, "Who plays rows without agent_name: a registered name, or file.py:Class; null: tool_agent or single."
     )
     agent_loop_config_path: str | None = setting(
-        None,
-        "Yaml or json of agents, verl's: a list of name, _target_, and settings for the constructor; or a "
-        "function that returns classes by name, as file.py:function.",
+        None, "Yaml or json of verl's agents (name, _target_, …), or file.py:function of classes by name."
     )
 
 
 @dataclass
 class RolloutConfig(section("lora", "RolloutSettings"), SamplingConfig):
-    name: str = setting(
-        "hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of a Rollout subclass."
-    )
+    name: str = setting("hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of yours.")
     n: int = setting(1, "Samples a prompt: the group size of GRPO and RLOO.", ge=1)
     do_sample: bool = setting(True, "Sample in training; false: greedy.")
     temperature: float = setting(1.0, "Softmax temperature in training; the trainer's log-probs use it too.", gt=0)
@@ -381,32 +334,23 @@ class RolloutConfig(section("lora", "RolloutSettings"), SamplingConfig):
     response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
     max_num_seqs: int = setting(1024, "Sequences generated side by side; more wait their turn.", ge=1)
     max_num_batched_tokens: int = setting(
-        8192,
-        "Tokens that go through the model at once: hf, of prompts, padding included, a longer one alone; vllm, of all.",
-        ge=1,
+        8192, "Tokens that go through the model at once: of padded prompts (hf), of all (vllm).", ge=1
     )
     gpu_memory_utilization: float = setting(
-        0.5, "With vllm: share of the GPU's memory for its weights and cache, beside the trainer's.", gt=0, le=1
+        0.5, "With vllm: share of the GPU's memory for weights and cache.", gt=0, le=1
     )
     free_cache_engine: bool = setting(True, "With vllm: leave the GPU's memory to the trainer between generations.")
     enforce_eager: bool | None = setting(None, "With vllm, true: no CUDA graphs.")
     max_model_len: int | None = setting(
-        None, "With vllm: longest prompt and response together, in tokens; null: prompt_length + response_length.", ge=2
+        None, "With vllm: longest sequence; null: prompt_length + response_length.", ge=2
     )
     enable_prefix_caching: bool = setting(True, "With vllm: compute what prompts begin with in common once.")
     enable_chunked_prefill: bool = setting(True, "With vllm: let a long prompt go through the model in several steps.")
-    load_format: str = setting(
-        "dummy",
-        "With vllm: how its weights start (dummy: at random, or any of its formats); the actor's replace them.",
-    )
-    tensor_model_parallel_size: int = setting(
-        1, "With vllm: workers that one engine is split over; it divides the number of all workers.", ge=1
-    )
-    engine_kwargs: dict[str, Any] = setting(
-        {}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY, engine_kwargs.openai.base_url."
-    )
+    load_format: str = setting("dummy", "With vllm: how its weights start (dummy: at random).")
+    tensor_model_parallel_size: int = setting(1, "With vllm: workers of one engine; divides all workers.", ge=1)
+    engine_kwargs: dict[str, Any] = setting({}, "Arguments of the engine, by its name: engine_kwargs.vllm.KEY=….")
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "Sequences a log-prob pass; null: as many as log_prob_max_token_len_per_gpu allows.", ge=1
+        None, "Sequences a log-prob pass; null: as tokens allow.", ge=1
     )
     log_prob_max_token_len_per_gpu: int = setting(
         II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), "Tokens a log-prob pass may hold.", ge=1
@@ -422,9 +366,7 @@ class ActorRolloutRefConfig(Frozen):
     actor: ActorConfig = group(ActorConfig, "The policy's updates.")
     ref: RefConfig = group(RefConfig, "The reference policy.")
     rollout: RolloutConfig = group(RolloutConfig, "Generation.")
-    nccl_timeout: int = setting(
-        600, "Seconds for which a worker waits for the others, over NCCL and gloo alike, before the run ends.", ge=1
-    )
+    nccl_timeout: int = setting(600, "Seconds that a worker waits for the others before the run ends.", ge=1)
 
 
 @dataclass
@@ -452,6 +394,9 @@ class CriticConfig(Frozen):
     )
     cliprange_value: float = setting(0.5, "Largest change of a value in one update, in units of reward.", gt=0)
 
+    def check(self, config: Any, key: str) -> None:
+        check_cut(self, key)
+
 
 @dataclass
 class RewardFunctionConfig(Frozen):
@@ -463,18 +408,13 @@ class RewardFunctionConfig(Frozen):
 @dataclass
 class RewardManagerConfig(Frozen):
     path: str = setting("custom/reward_manager.py", "File or module of a reward manager of yours.")
-    name: str = setting(
-        "CustomRewardManager",
-        "Class in that file, of an environment: name(environment), else in verl's contract; or a registered name.",
-    )
+    name: str = setting("CustomRewardManager", "Class in it, name(environment) or verl's; or a registered name.")
 
 
 @dataclass
 class OverlongBufferConfig(Frozen):
     enable: bool = setting(False, "Penalise responses that come close to the longest allowed (DAPO).")
-    len: int | None = setting(
-        None, "Tokens before the longest allowed length in which the penalty grows; null: a fifth of that.", ge=1
-    )
+    len: int | None = setting(None, "Tokens before the longest length in which the penalty grows; null: a fifth.", ge=1)
     penalty_factor: float = setting(1.0, "The penalty at the longest allowed length.", ge=0)
 
 
@@ -484,9 +424,14 @@ class RewardKwargsConfig(Frozen):
         II("actor_rollout_ref.rollout.response_length"), "The longest allowed length, in tokens.", ge=1
     )
     overlong_buffer_cfg: OverlongBufferConfig = group(OverlongBufferConfig, "Soft punishment of long responses.")
-    extras: dict[str, Any] = setting(
-        {}, "Keys of your own: reward.reward_kwargs.NAME=… is kept here, and passed to a manager of yours.", free=True
-    )
+    extras: dict[str, Any] = setting({}, "Keys of your own, for a manager: reward.reward_kwargs.NAME=….", free=True)
+
+    def check(self, config: Any, key: str) -> None:
+        buffer, longest = self.overlong_buffer_cfg, self.max_resp_len
+        if buffer.enable and buffer.len is not None and buffer.len > longest:
+            raise ConfigError(
+                f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={longest}: lower it, or null."
+            )
 
 
 @dataclass
@@ -500,22 +445,15 @@ class WeightedFunctionConfig(RewardFunctionConfig):
 class FunctionsConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     max_concurrent: int = setting(64, "Calls of an async reward function under way at once; more wait.", ge=1)
-    timeout: float | None = setting(
-        60.0, "Seconds that scoring a response may take; its process is then killed. null: any.", gt=0
-    )
-    functions: list[WeightedFunctionConfig] = setting(
-        [],
-        "Several reward functions, each {path, name, weight, reward_kwargs, data_sources}: their weighted sum scores.",
-    )
+    timeout: float | None = setting(60.0, "Seconds to score a response; its process is then killed. null: any.", gt=0)
+    functions: list[WeightedFunctionConfig] = setting([], "Several functions, {path, name, weight, …}: a weighted sum.")
     on_failure: str = setting(
         "mask",
-        "What becomes of a response that could not be scored: nothing is learnt from it, or it gets failure_score.",
+        "A response without a score is not learnt from, or gets failure_score.",
         choices=("mask", "score"),
     )
     failure_score: float = setting(0.0, "The score of such responses with on_failure=score.")
-    max_failed_fraction: float = setting(
-        0.5, "The run ends when more than this share of the responses cannot be scored; 0: at the first.", ge=0, le=1
-    )
+    max_failed_fraction: float = setting(0.5, "The run ends when a larger share of responses is unscored.", ge=0, le=1)
 
     @property
     def caller(self) -> str:
@@ -553,9 +491,7 @@ class ScoringConfig(section("sandbox"), section("scorers"), FunctionsConfig):
 
 @dataclass
 class RewardConfig(section("rules"), section("reward_model"), ScoringConfig):
-    reward_manager: RewardManagerConfig = group(
-        RewardManagerConfig, "A reward manager of yours; an environment has one."
-    )
+    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "A manager of yours; an environment has one.")
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
 
 
@@ -570,12 +506,8 @@ class KLControlConfig(Frozen):
 @dataclass
 class FilterGroupsConfig(Frozen):
     enable: bool = setting(False, "Generate until enough groups differ in `metric` within themselves (DAPO).")
-    metric: str = setting(
-        "reward", "Score (reward), or a number that the reward returns beside it; a group that ties in it is dropped."
-    )
-    max_num_gen_batches: int = setting(
-        10, "Generation batches a step at most; then groups that tie fill the batch up. 0: no limit.", ge=0
-    )
+    metric: str = setting("reward", "Score (reward), or a number beside it; a group that ties in it is dropped.")
+    max_num_gen_batches: int = setting(10, "Most generations a step; then groups that tie fill up. 0: any.", ge=0)
 
 
 @dataclass
@@ -588,9 +520,7 @@ class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), Frozen):
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
     kl_penalty: str = setting("kl", "Estimator of the KL in the reward.", choices=KL_KINDS)
     kl_ctrl: KLControlConfig = group(KLControlConfig, "Coefficient of the KL in the reward.")
-    gdpo_reward_keys: list[str] | None = setting(
-        None, "For gdpo: numbers that the reward returns beside the score, normalised one by one."
-    )
+    gdpo_reward_keys: list[str] | None = setting(None, "For gdpo: numbers beside the score, each normalised.")
     gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: the weights of those numbers; null: 1 each.")
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
 
@@ -604,42 +534,47 @@ class RunConfig(Frozen):
     total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
     project_name: str = setting("nano_verl", "Project at the loggers.")
     experiment_name: str | None = setting(
-        None,
-        "Experiment at the loggers, and folder of the run; null: a name made of model, data and reward.",
-        filled=True,
+        None, "Experiment at the loggers, and folder; null: made of model, data and reward.", filled=True
     )
     default_local_dir: str = setting(
         "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints.", filled=True
     )
-    logger: Any = setting(
-        ["console"], "Any of console, tensorboard, wandb, mlflow, trackio, swanlab, besides metrics.jsonl.", texts=True
-    )
+    logger: Any = setting(["console"], "Of console, tensorboard, wandb, mlflow, trackio, swanlab.", texts=True)
     executor: str | None = setting(
-        None,
-        "Where workers live: local is this process, for one; ray: actors; null: local for one, ray for several.",
-        choices=("local", "ray"),
+        None, "Where workers live: this process (local, for one) or actors; null: by number.", choices=("local", "ray")
     )
     nnodes: int = setting(1, "Machines.", ge=1)
     n_gpus_per_node: int | None = setting(None, "GPUs a machine; null: one if there is one, else 0.", ge=0)
     n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU; with GPUs, one each.", ge=1)
-    n_threads: int | None = setting(
-        None, "CPU threads of a worker; null: OMP_NUM_THREADS, else the cores, shared out.", ge=1
-    )
+    n_threads: int | None = setting(None, "CPU threads of a worker; null: OMP_NUM_THREADS, else a share.", ge=1)
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
     resume_mode: str = setting(
-        "auto", "Continue from the newest checkpoint, from none, or from a named one.",
-        choices=("auto", "disable", "resume_path"),
-    )  # fmt: skip
-    resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
-    trust_checkpoint: bool = setting(
-        False, "Read Python objects in a checkpoint, such as a sampler may have kept, and so run their code."
+        "auto", "Go on from the newest checkpoint, none, or a named one.", choices=("auto", "disable", "resume_path")
     )
+    resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
+    trust_checkpoint: bool = setting(False, "Unpickle what a checkpoint holds of a sampler's, and so run its code.")
 
     @property
     def action(self) -> str:
         """Names what main.py does with a trainer, in the table of configs/extras.py."""
         return "train"
+
+    @property
+    def workers(self) -> int:
+        """Counts the workers that are asked for, with a GPU for each or without GPUs."""
+        return self.nnodes * (self.n_gpus_per_node or self.n_workers_per_node)
+
+    def check(self, config: Any, key: str) -> None:
+        super().check(config, key)
+        worker_threads(self.n_threads)
+        if self.workers > 1 and self.executor == "local":
+            raise ConfigError(
+                f"{key}.nnodes={self.nnodes}, n_gpus_per_node={self.n_gpus_per_node}, n_workers_per_node="
+                f"{self.n_workers_per_node} ask for {self.workers} workers, and executor=local has one: leave it null."
+            )
+        if (self.resume_mode == "resume_path") != bool(self.resume_from_path):
+            raise ConfigError(f"{key}.resume_mode=resume_path needs {key}.resume_from_path, and only it reads that.")
 
 
 @dataclass

@@ -32,6 +32,11 @@ def group(cls: type, help: str, **overrides: Any) -> Any:
     return field(default_factory=lambda: cls(**overrides), metadata={"help": help})
 
 
+def own_keys(section: str, opener: str) -> dict[str, Any]:
+    """Declares the setting that keeps a user's keys in `section`, once the setting `opener` names a file."""
+    return setting({}, f"Keys of your own: {section}.NAME=… is kept here; your class reads config.NAME.", free=opener)
+
+
 def assign(section: DictConfig, name: str, value: Any) -> None:
     """Sets a setting of `section`, also to a list of dataclass entries, which OmegaConf would refuse as dicts.
 

@@ -15,13 +15,11 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
-from configs.schema import PretrainedModelConfig
-from data.pretrained import load_tokenizer, template_terminator
+from data.pretrained import template_terminator
 from data.tool_parsers import ToolParser
 from data.types import Message
 
 Prompt = str | list[Message]
-RM_KEY = "reward.reward_model.model"  # where the config has the reward model
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment, which it does not repeat
 THOUGHT = "thought-0417"
 THOUGHTFUL = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
@@ -30,7 +28,7 @@ BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode kee
 
 
 def parse_prompt(value: Any) -> Prompt:
-    """A prompt column's value as a string, or as plain chat messages without the nulls parquet puts for absent keys.
+    """Reads a prompt column's value: a string, or chat messages, without the nulls that parquet adds.
 
     Raises:
         ValueError: it is neither a string nor a non-empty list of messages with a role and a content.
@@ -59,10 +57,10 @@ def as_messages(prompt: Prompt | None) -> list[Message]:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_text: str = "", **kwargs: Any) -> list[int]:
-    """Token ids of a prompt, up to where the answer starts; `tool_text` ends its system message.
+    """Encodes a prompt, up to where the answer starts; `tool_text` ends its system message.
 
-    Chat messages go through the tokenizer's template, with `kwargs` and the generation prompt, or, if it has none, are
-    written as `role: content` lines that end in `assistant:`. A string is the whole text, and is encoded as it is.
+    Chat messages go through the tokenizer's template with `kwargs`, or without one become `role: content` lines. A
+    string is encoded as it is.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
@@ -85,11 +83,8 @@ def encode_messages(
 def tool_kwargs(
     schemas: list[dict[str, Any]], parser: ToolParser, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Arguments of `encode_prompt` by which prompts describe tools.
-
-    A chat template that knows of tools is given the schemas. For others `tool_text` has them in the layout of
-    the parser's format, if it has one, and if the template writes system messages.
-    """
+    """Returns the arguments of `encode_prompt` that describe tools: schemas for a template that knows of tools, else
+    as `tool_text` in the parser's layout, where the template writes system messages."""
     if not schemas:
         return {}
     descriptions = "" if shows_tools(tokenizer) else parser.describe(schemas)
@@ -170,8 +165,8 @@ def encode_pieces(text: str, tokenizer: PreTrainedTokenizerBase, opens: bool) ->
 def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
     """`role: content` lines, for tokenizers without a chat template."""
     notice_once(
-        "the tokenizer has no chat template: messages are written as 'role: content' lines. "
-        "Set actor_rollout_ref.model.custom_chat_template for another format, or give prompts as plain strings."
+        "the tokenizer has no chat template: messages become 'role: content' lines. Set "
+        "actor_rollout_ref.model.custom_chat_template for another format."
     )
     if not all(isinstance(message.get("content"), str) for message in messages):
         raise ValueError("messages with parts or tool calls need a tokenizer with a chat template.")
@@ -244,50 +239,12 @@ class ChatFormat:
 
     def _refusal(self, problem: str) -> ValueError:
         return ValueError(
-            f"the chat template of {self.tokenizer.name_or_path or type(self.tokenizer).__name__} {problem}, so a "
-            "conversation cannot go on without encoding the policy's own tokens anew. Set "
-            "actor_rollout_ref.model.custom_chat_template to one that only appends, or, for an environment, show each "
-            "turn in a prompt of its own: env.history=turns."
+            f"the chat template of {self.tokenizer.name_or_path or type(self.tokenizer).__name__} {problem}: set "
+            "actor_rollout_ref.model.custom_chat_template to one that only appends, or, for an environment, "
+            "env.history=turns."
         )
 
 
 def messages_named(messages: list[Message]) -> str:
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
     return f"messages of the role {roles}"
-
-
-def reward_tokenizer(model: PretrainedModelConfig, policys: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """The reward model's tokenizer; None: it is the policy's, with the same template.
-
-    Raises:
-        ValueError: it cannot be loaded, or has another vocabulary and no chat template.
-    """
-    own = load_tokenizer(model, RM_KEY)
-    if own.get_vocab() == policys.get_vocab() and own.chat_template == policys.chat_template:
-        return None
-    if own.chat_template is None and policys.chat_template is not None:
-        raise ValueError(
-            f"{RM_KEY}.path={model.path}: its tokenizer is not the policy's and has no chat template, so the "
-            f"conversation cannot be shown to it: set {RM_KEY}.custom_chat_template to the template that it was "
-            "trained with."
-        )
-    return own
-
-
-def encode_conversation(prompt: Prompt | None, response: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt and its response by `tokenizer`: messages in its chat template, a text as it is.
-
-    Raises:
-        ValueError: there is no prompt.
-    """
-    response = as_text(response, tokenizer)
-    if isinstance(prompt, str):
-        return encode_pieces(prompt + response, tokenizer, opens=True)
-    if prompt is None:
-        raise ValueError(
-            f"a row has raw_prompt_ids and no prompt, and the tokenizer of {RM_KEY} is not the policy's: give the rows "
-            "their prompts as messages or as text."
-        )
-    messages = [*as_text(prompt, tokenizer), {"role": "assistant", "content": response}]
-    text = render(messages, tokenizer, generation_prompt=False)
-    return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)

@@ -51,8 +51,8 @@ def check_positions(config: PretrainedConfig, longest: int, model_key: str, leng
     positions = position_count(config.get_text_config())
     if positions is not None and longest > positions:
         raise ValueError(
-            f"{length_keys} allow sequences of {longest} tokens, and the model of {model_key} was made for {positions} "
-            "positions (its config.json says so): lower the lengths, or choose a model for longer texts."
+            f"{length_keys} allow sequences of {longest} tokens, and {model_key} was made for {positions} positions: "
+            "lower the lengths."
         )
 
 
@@ -60,8 +60,7 @@ def check_is_decoder(config: PretrainedConfig, model_key: str) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names as one that writes on from a text."""
     if not is_known(config, MODEL_FOR_CAUSAL_LM_MAPPING, "AutoModelForCausalLM"):
         raise ValueError(
-            f"{model_key}: transformers has no {config.model_type} that continues a text (AutoModelForCausalLM): "
-            "choose a decoder-only language model (docs/models.md)."
+            f"{model_key}: transformers has no {config.model_type} that continues a text: see docs/models.md."
         )
 
 
@@ -69,24 +68,17 @@ def check_has_value_head(config: PretrainedConfig, model_key: str) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names with a head of one number a token."""
     if not is_known(config, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, "AutoModelForTokenClassification"):
         raise ValueError(
-            f"{model_key}: transformers has no {config.model_type} with a value a token "
-            "(AutoModelForTokenClassification), so it cannot be a critic: choose an algorithm.adv_estimator "
-            "without one (grpo, rloo, reinforce_plus_plus), or another model with the same tokenizer as critic."
+            f"{model_key}: transformers has no {config.model_type} with a value a token: choose another critic, or an "
+            "algorithm.adv_estimator without one (grpo)."
         )
 
 
 def check_is_reward_model(config: PretrainedConfig, model_key: str) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names with one number a sequence."""
     if not is_known(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "AutoModelForSequenceClassification"):
-        raise ValueError(
-            f"{model_key}: transformers has no {config.model_type} with a score a sequence "
-            "(AutoModelForSequenceClassification), so it cannot be a reward model: choose another kind of model."
-        )
+        raise ValueError(f"{model_key}: transformers has no {config.model_type} with a score a sequence.")
     if config.num_labels != 1:
-        raise ValueError(
-            f"{model_key}: the model has {config.num_labels} outputs a sequence (its config.json says so), and a "
-            "reward model has one: give one that was trained with num_labels=1."
-        )
+        raise ValueError(f"{model_key}: it has {config.num_labels} outputs a sequence, and a reward model has one.")
 
 
 def is_known(config: PretrainedConfig, models: dict[type, type], auto_class: str) -> bool:

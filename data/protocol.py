@@ -4,8 +4,7 @@ Tensors live in `batch` (a TensorDict), everything else in `non_tensor_batch` (n
 and what holds for the whole batch in `meta_info`. Names and semantics are verl's. Whatever moves rows (slicing,
 repeating, reordering, padding, mini-batches) is one gather, `_take`, over both kinds of columns.
 
-Left out: futures and collectives (the worker groups' business), more than one batch dimension, nested tensors. Those of
-verl's methods that the project does not call, such as `to_tensordict`, are in extras/verl/compat.py.
+Verl's methods that the project does not call, such as `to_tensordict`, are in extras/verl/compat.py.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ class _Columns:
         return {} if self.batch is None else dict(self.batch.items())
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The column called `name`, or `default`; also reads a column that is named like a method.
-
-        Where both kinds have the name, it is the object column: a reward reads texts as data.responses, and their token
-        ids as data.batch["responses"].
+        """Returns the column called `name`, or `default`. Where both kinds have the name, it is the object column: a
+        reward reads texts as data.responses, and their token ids as data.batch["responses"].
         """
         return self.non_tensor_batch.get(name, self.tensors.get(name, default))
 
@@ -64,8 +61,7 @@ class _Columns:
         return self.get(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Otherwise `data.rewards = r` would set an attribute that the next slice silently loses.
-        if name not in self.__dataclass_fields__:
+        if name not in self.__dataclass_fields__:  # which the next slice would lose
             raise AttributeError(f"columns are read as attributes but written as data.batch[{name!r}] = tensor")
         super().__setattr__(name, value)
 
@@ -122,10 +118,8 @@ class DataProto(_Columns):
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """Columns by kind; without tensors, `batch` is None. With `auto_padding`, chunk() takes any number of pieces.
-
-        A non-tensor that is no array goes through `np.array(v, dtype=object)`, as in verl: inner lists of equal length
-        become a second dimension. Wrap the rows in `object_array` to keep them whole.
+        """Makes a batch of columns by kind; without tensors, `batch` is None. With `auto_padding`, chunk() takes any
+        number. Inner lists of equal length become a second dimension, as in verl, unless `object_array` wraps them.
         """
         assert num_batch_dims == 1, f"only support num_batch_dims=1, got {num_batch_dims}"
         batch = None
@@ -145,9 +139,7 @@ class DataProto(_Columns):
     def from_single_dict(
         cls, data: dict[str, Column | list], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> Self:
-        """Columns of any kind; a python list is an object column with one element a row.
-
-        `batch` is a TensorDict even when no column is a tensor, so that `len(data.batch)` is the number of rows.
+        """Makes a batch of columns of any kind; a list is an object column. `batch` is never None, as in verl.
 
         Raises:
             ValueError: a column is neither tensor, array nor list.
@@ -410,8 +402,8 @@ def _union(mine: MutableMapping, theirs: MutableMapping, same: Callable[[Any, An
     return mine
 
 
-def _deep_equal(a: Any, b: Any, path: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Equal types and values, NaN equal to NaN, arrays element by element; a pair met again inside itself is equal."""
+def _deep_equal(a: Any, b: Any) -> bool:
+    """Compares types and values, NaN equal to NaN, arrays element by element."""
     if type(a) is not type(b):
         return False
     if not isinstance(a, np.ndarray):
@@ -420,8 +412,7 @@ def _deep_equal(a: Any, b: Any, path: frozenset[tuple[int, int]] = frozenset()) 
         return False
     if a.dtype != object:
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM")
-    pair = (id(a), id(b))
-    return pair in path or all(_deep_equal(x, y, path | {pair}) for x, y in zip(a.flat, b.flat, strict=True))
+    return all(_deep_equal(x, y) for x, y in zip(a.flat, b.flat, strict=True))
 
 
 def _merge_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:

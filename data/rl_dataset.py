@@ -1,8 +1,7 @@
 """Reads the rows of an RL run from files, as dictionaries with token ids.
 
 Prompts are tokenised here, once, when the files are read: over-long and malformed ones are found before any model
-loads, and nothing downstream encodes a prompt again. A row keeps all its columns, so rewards and environments see what
-the user wrote. Reading files is `data/rows.py`'s, padding the rollout's; images and tool schemas are left out.
+loads. A row keeps all its columns, so that rewards and environments see what the user wrote.
 """
 
 import logging
@@ -22,23 +21,32 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
-from configs.import_utils import accepts, bind, load_extern_object, load_subclass
+from configs.extras import find
+from configs.import_utils import accepts, bind, load_subclass
 from configs.schema import DataConfig
 from configs.settings import Readable
 from data.chat import Prompt, encode_prompt, parse_prompt
-from data.data_report import (
+from data.rows import (
+    BadRow,
     BadRows,
+    Encoded,
+    Origin,
+    check_is_text,
     filled_columns,
+    given_ids,
+    kwargs_in,
+    own_names,
     print_report,
+    read_rows,
+    value_in,
+    with_labels,
 )
-from data.file_formats import BadRow, Origin
-from data.rows import Encoded, Table, check_is_text, given_ids, kwargs_in, own_names, read_rows, value_in, with_labels
+from data.table import Table
 from data.types import Row
 
 logger = logging.getLogger(__name__)
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done before one could read the bar
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-HUGE_PROMPT = 1 << 20  # characters; of these, the tokens are not counted one by one
 
 
 VERLS_ATTRIBUTES = {  # of RLHFDataset: the default where the data section has no such key
@@ -60,8 +68,8 @@ class OverlongPrompt(ValueError):
 
     def __init__(self, origin: Origin, length: int, limit: int) -> None:
         super().__init__(
-            f"{origin}: the prompt has {length} tokens, more than data.max_prompt_length={limit}: raise that, "
-            "drop such prompts by data.filter_overlong_prompts=true, or cut them by data.truncation=left."
+            f"{origin}: the prompt has {length} tokens, more than data.max_prompt_length={limit}: raise it, or set "
+            "data.filter_overlong_prompts=true, or data.truncation=left."
         )
         self.origin, self.length = origin, length
 
@@ -97,8 +105,7 @@ class RLHFDataset(Dataset):
         rows, prompt_ids: those that are used, and their prompts' tokens (int32: a ninth of what lists take).
 
     Raises:
-        FileNotFoundError, ValueError: names file, row and remedy, for whatever makes rows unusable, or the argument
-            that is none of its kind.
+        FileNotFoundError, ValueError: names file, row and remedy, for whatever makes rows unusable.
     """
 
     def __init__(
@@ -109,7 +116,6 @@ class RLHFDataset(Dataset):
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        check_arguments(type(self), tokenizer, config, processor, max_samples)
         for hook in sorted(UNCALLED.keys() & {name for cls in type(self).__mro__ for name in vars(cls)}):
             notice_once(f"{type(self).__name__}.{hook} is not called here: {UNCALLED[hook]}.")
         self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
@@ -276,24 +282,21 @@ class RLHFDataset(Dataset):
         """Returns a row's columns, and how many tokens its prompt has, and which; None: it is left out as too long."""
         columns = with_labels(row, origin)
         check_is_text(columns, self.prompt_key, origin)
-        if self.filter_overlong_prompts:
-            least = least_tokens(self._prompt(columns), self.tokenizer)
-            if least > self.max_prompt_length:  # ten megabytes would take a minute to encode
-                return columns, least, None
         ids = self._encode(columns, origin)
         fits = not self.filter_overlong_prompts or len(ids) <= self.max_prompt_length
         return columns, len(ids), np.asarray(self._fit(ids, origin), dtype=np.int32) if fits else None
 
     def _encode(self, columns: Row, origin: Origin, is_made: bool = False) -> list[int]:
-        """Token ids of a row's prompt, however many; ValueError says which row is bad, and why."""
+        """Encodes a row's prompt, however long; ValueError says which row is bad, and why."""
         try:
             prompt = self._messages(columns, is_made)
             check_says_something(prompt)
             ids = self.encode_prompt(prompt)
         except (ValueError, TypeError, TemplateError) as error:  # templates refuse messages by the last two
+            columns = filled_columns(columns)
             raise ValueError(
-                f"{origin}: {error} The prompt is read from the column data.prompt_key={self.prompt_key}; "
-                f"this row fills the columns {filled_columns(columns)}."
+                f"{origin}: {error} It is read from data.prompt_key={self.prompt_key}; this row fills the columns "
+                f"{columns}."
             ) from error
         if not ids:
             raise ValueError(f"{origin}: the prompt has no tokens; remove the row.")
@@ -307,22 +310,6 @@ class RLHFDataset(Dataset):
         if self.truncation == "error":
             raise OverlongPrompt(origin, len(ids), limit)
         return truncate(ids, limit, self.truncation)
-
-
-def check_arguments(cls: type, tokenizer: Any, config: Any, processor: Any, max_samples: Any) -> None:
-    """Raises ValueError for an argument of RLHFDataset that is none of its kind."""
-    settings = Mapping | Readable
-    for name, value, fits in (
-        ("tokenizer", tokenizer, isinstance(tokenizer, PreTrainedTokenizerBase)),
-        ("config", config, config is None or isinstance(config, settings)),
-        ("processor", processor, not isinstance(processor, settings | str | int | PreTrainedTokenizerBase)),
-        ("max_samples", max_samples, isinstance(max_samples, int) and not isinstance(max_samples, bool)),
-    ):
-        if not fits:
-            raise ValueError(
-                f"{cls.__name__}: RLHFDataset.__init__ is given a {type(value).__name__} as {name}; the arguments are "
-                "(data_files, tokenizer, config, processor=None, max_samples=-1), in verl's order: give them by name."
-            )
 
 
 def as_data_config(config: DataConfig | Mapping[str, Any] | None) -> DataConfig:
@@ -352,8 +339,8 @@ def report_overlong(overlong: list[tuple[Origin, int]], total: int, limit: int) 
     longer = f"longer than data.max_prompt_length={limit} tokens"
     if len(overlong) == total:
         raise ValueError(
-            f"all {total} prompts are {longer}, the longest has {max(length for _, length in overlong)}: raise "
-            "data.max_prompt_length, or cut prompts by data.filter_overlong_prompts=false data.truncation=left."
+            f"all {total} prompts are {longer}, the longest has {max(length for _, length in overlong)}: raise it, or "
+            "set data.filter_overlong_prompts=false data.truncation=left."
         )
     first = "; ".join(str(origin) for origin, _ in overlong[:3]) + ("; …" if len(overlong) > 3 else "")
     logger.warning("dropped %d of %d prompts, %s: %s", len(overlong), total, longer, first)
@@ -388,14 +375,13 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
 
 
 def get_dataset_class(config: DataConfig) -> type[Dataset]:
-    """The class data.custom_cls names, or RLHFDataset; with data.datagen, the one that adds rows to it.
+    """Returns the class that data.custom_cls names, or else the one that the data section does.
 
     Raises:
         TypeError: it is no subclass of torch.utils.data.Dataset.
     """
     if config.custom_cls.path is None:
-        growing = config.datagen.path is not None
-        return load_extern_object("extras/datagen/dataset.py", "DynamicGenDataset") if growing else RLHFDataset
+        return find("dataset", config.dataset, "data")
     return load_subclass(config.custom_cls.path, config.custom_cls.name, Dataset, "data.custom_cls.name")
 
 
@@ -412,10 +398,7 @@ def create_rl_dataset(
     """
     dataset_class = get_dataset_class(config)
     if data_files is None and dataset_class is RLHFDataset:
-        raise ValueError(
-            "data.train_files is not set: name a .parquet, .json, .jsonl or .csv file (docs/data.md has all sources), "
-            "or let an environment give the prompts, e.g. env.id=FrozenLake-v1."
-        )
+        raise ValueError("data.train_files is not set: name files (docs/data.md), or an environment by env.id.")
     key, kwargs = f"data.custom_cls.name={config.custom_cls.name}", config.custom_cls.kwargs
     offered = {"data_files": data_files, "tokenizer": tokenizer, "processor": None, "config": config}
     if max_samples != -1:
@@ -423,17 +406,10 @@ def create_rl_dataset(
     return bind(dataset_class, offered | {"max_samples": max_samples}, kwargs, key)()
 
 
-def least_tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Bounds the tokens of a huge prompt from below, as none is longer than the longest of the vocabulary; else 0."""
-    contents = [m.get("content") for m in prompt if isinstance(m, dict)] if isinstance(prompt, list) else []
-    characters = sum(len(text) for text in [prompt, *contents] if isinstance(text, str))
-    return characters // max(map(len, tokenizer.get_vocab())) if characters > HUGE_PROMPT else 0
-
-
 def check_says_something(prompt: Prompt) -> None:
     """Raises ValueError for a prompt whose every text is empty, or that holds half a character.
 
-    Half a character is one of a pair of surrogates alone: JSON can spell it, no tokenizer reads it.
+    JSON can spell one of a pair of surrogates alone, and no tokenizer reads it.
     """
     messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
     texts = [message.get("content") for message in messages]

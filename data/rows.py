@@ -1,27 +1,31 @@
-"""Reads the rows of all sources of a run, under one set of names.
+"""Reads the rows of all sources of a run, under one set of names, and says why some are left out.
 
-An entry of data.train_files or data.val_files is a file, a folder or a glob (configs/paths.py: source_files;
-data/file_formats.py reads them), or SOURCE:NAME?KEY=VALUE&… of an extra (kind `source` in configs/extras.py). Names of
-columns are brought to verl's where rows spell them differently. `Table` holds rows as verl's hooks read them.
+An entry of data.train_files or data.val_files is a file, a folder or a glob, or SOURCE:NAME?KEY=VALUE&… of an extra
+(kind `source` in configs/extras.py). A row that cannot be read is a `BadRow` in its place, so that whoever reads a file
+counts it and goes on; a file that cannot be read at all is an error.
 """
 
+import csv
+import io
 import json
 import reprlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import parse_qsl
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from configs.errors import notice_once
+from configs.checks import plural
+from configs.errors import notice, notice_once
 from configs.extras import TABLE, find
-from configs.paths import find_path, source_files
-from data.file_formats import BadRow, Found, Origin, read_file
+from configs.paths import DATA_ENDINGS, find_path, source_files
 from data.types import Row
 
 # What the run itself fills in a batch; "dataset_position" is the row's place in the dataset.
@@ -37,6 +41,37 @@ RUN_COLUMNS = frozenset((
 NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns for which these stand in prompts:
 PLACEHOLDERS = ("<image>", "<video>")
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
+LONGEST_CELL = 1 << 30  # characters; csv's own limit is 128 K
+SHOWN, SHOWN_BAD = 3, 5  # rows that are spelt out: of those left out, of those that end the run
+SHOWN_TEXT = 80  # characters of a prompt that is in both sets
+
+
+class Origin(NamedTuple):
+    """The place that a row comes from; rows count from 0, lines of text files from 1."""
+
+    file: str
+    number: int
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}, row {self.number}"
+
+    @property
+    def place(self) -> str:
+        """The row as editors open it, where the file has lines."""
+        return f"{self.file}:{self.line}" if self.line else str(self)
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; the message says where it stands and what is wrong."""
+
+    def __init__(self, origin: Origin, what: str, cause: Exception | None = None) -> None:
+        super().__init__(what)
+        self.origin = origin
+        self.__cause__ = cause
+
+
+Found = tuple[Origin, Row | BadRow]
 
 
 def read_rows(
@@ -196,133 +231,6 @@ def read_source(source: str | Path) -> Iterator[Found]:
     return (found for file in files for found in read_file(file))
 
 
-# Options of the methods of `datasets.Dataset` that change no rows.
-WITHOUT_EFFECT = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "writer_batch_size", "batch_size"}
-
-
-@runtime_checkable
-class HasList(Protocol):
-    """A `datasets.Dataset`: its rows as a list."""
-
-    def to_list(self) -> list[Row]: ...
-
-
-@runtime_checkable
-class Frame(Protocol):
-    """A data frame of pandas: its rows as to_dict("records")."""
-
-    def to_dict(self, orient: str) -> list[Row]: ...
-
-
-class Table:
-    """Rows, with what verl's data sets use of `datasets.Dataset`, as that package is optional.
-
-    A row is read as `table[3]`, a column as `table["prompt"]`, columns of several rows as `table[:3]`: all are copies.
-    Methods return a new table. `prompt_ids` are the rows' tokens, where they are known, and go along with the rows.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        origins: Sequence[Origin] | None = None,
-        prompt_ids: Sequence[np.ndarray | None] | None = None,
-    ) -> None:
-        self.rows = list(rows)
-        self.origins = [Origin("the data set", i) for i in range(len(rows))] if origins is None else list(origins)
-        self.prompt_ids = [None] * len(rows) if prompt_ids is None else list(prompt_ids)
-
-    @classmethod
-    def of(cls, value: Any, name: str) -> "Table":
-        """Makes a table of one, of a `datasets.Dataset`, a data frame or rows; `name` is that of the data set.
-
-        Raises:
-            ValueError: its rows are no dictionaries.
-        """
-        if isinstance(value, Table):
-            return value
-        if isinstance(value, HasList):
-            rows = value.to_list()
-        else:
-            rows = value.to_dict("records") if isinstance(value, Frame) else [*value]
-        if not all(isinstance(row, Mapping) for row in rows):
-            raise ValueError(
-                f"{name}: self.dataframe is {reprlib.repr(value)}; it must be a datasets.Dataset, a data frame, or "
-                "rows as dictionaries."
-            )
-        rows = [standard_names(dict(row)) for row in rows]
-        return cls(rows, [Origin(name, place) for place in range(len(rows))])
-
-    @classmethod
-    def from_list(cls, rows: Sequence[Row]) -> "Table":
-        return cls(rows)
-
-    @property
-    def parts(self) -> tuple[list, list, list]:
-        return self.rows, self.origins, self.prompt_ids
-
-    @property
-    def column_names(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.rows for name in row))
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return map(deepcopy, self.rows)
-
-    def __getitem__(self, place: int | str | slice) -> Any:
-        if isinstance(place, str):
-            return deepcopy([row.get(place) for row in self.rows])
-        if isinstance(place, slice):
-            return {name: deepcopy([row.get(name) for row in self.rows[place]]) for name in self.column_names}
-        return deepcopy(self.rows[place])
-
-    def to_list(self) -> list[Row]:
-        return [*self]
-
-    def select(self, indices: Iterable[int], **ignored: Any) -> "Table":
-        places = [int(place) for place in indices]
-        return Table(*([part[place] for place in places] for part in self.parts))
-
-    def shuffle(self, seed: int | None = None, **ignored: Any) -> "Table":
-        return self.select(np.random.default_rng(seed).permutation(len(self)))
-
-    def filter(self, function: Callable[..., Any], with_indices: bool = False, **options: Any) -> "Table":
-        """Keeps the rows of which `function(row)` is true."""
-        kwargs = self._arguments("filter", options)
-        return self.select(place for place, row in enumerate(self) if function(row, *[place] * with_indices, **kwargs))
-
-    def map(
-        self,
-        function: Callable[..., Mapping[str, Any] | None],
-        with_indices: bool = False,
-        remove_columns: str | Sequence[str] | None = None,
-        **options: Any,
-    ) -> "Table":
-        """Lays what `function(row)` returns over each row, without the columns that are removed."""
-        removed = {remove_columns} if isinstance(remove_columns, str) else set(remove_columns or ())
-        kwargs, rows = self._arguments("map", options), []
-        for place, row in enumerate(self):
-            made = function(row, *[place] * with_indices, **kwargs)
-            rows.append({name: value for name, value in row.items() if name not in removed} | dict(made or {}))
-        return Table(rows, self.origins)
-
-    def remove_columns(self, column_names: str | Sequence[str]) -> "Table":
-        return self.map(lambda row: None, remove_columns=column_names)
-
-    def _arguments(self, method: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        if unknown := {name for name, value in options.items() if value} - WITHOUT_EFFECT - {"fn_kwargs"}:
-            raise ValueError(
-                f"self.dataframe.{method}: {', '.join(sorted(unknown))} is left out here; go through the rows one by "
-                "one, or make a datasets.Dataset of them (datasets.Dataset.from_list(self.dataframe.to_list()))."
-            )
-        return options.get("fn_kwargs") or {}
-
-
 @runtime_checkable
 class HasColumns(Protocol):
     """A dataset that gives a whole column at once: `column("extra_info.difficulty")`, one value a row."""
@@ -346,3 +254,135 @@ def value_in(row: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def read_file(path: Path) -> Iterator[Found]:
+    """The rows of one file, in order; raises ValueError for an unknown ending, or a file that is not what it says."""
+    if path.suffix not in DATA_ENDINGS:
+        raise ValueError(f"data file {path}: unknown ending {path.suffix!r}; known are {', '.join(DATA_ENDINGS)}.")
+    try:
+        if path.suffix == ".parquet":  # not pandas, which makes floats of integers beside a null
+            rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+            return ((Origin(str(path), number), row) for number, row in enumerate(rows))
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # Excel's and Notepad's mark of UTF-8
+        if path.suffix == ".csv":
+            return iter([*read_csv(str(path), content.decode())])
+        with suppress(ValueError, RecursionError):
+            whole = json.loads(content)  # one array, or one object on as many lines as it likes
+            rows = whole if isinstance(whole, list) else [whole]
+            return iter([(at := Origin(str(path), number), checked(at, row)) for number, row in enumerate(rows)])
+        if content.lstrip().startswith(b"["):
+            json.loads(content)  # raises
+    except (pyarrow.ArrowException, csv.Error, OSError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"data file {path}: this is not {path.suffix[1:]} that can be read: {error}") from error
+    return read_json_lines(str(path), content)
+
+
+def read_json_lines(file: str, content: bytes) -> Iterator[Found]:
+    """Reads one JSON object a line; empty lines are passed over."""
+    lines = [(line, text) for line, text in enumerate(content.split(b"\n"), start=1) if text.strip()]
+    for number, (line, text) in enumerate(lines):
+        origin = Origin(file, number, line)
+        try:
+            yield origin, checked(origin, json.loads(text))
+        except (ValueError, RecursionError) as error:
+            yield origin, BadRow(origin, f"{file}, line {line}: this is not JSON in UTF-8: {error}.")
+
+
+def checked(origin: Origin, value: Any) -> Row | BadRow:
+    is_row = isinstance(value, dict)
+    return value if is_row else BadRow(origin, f"{origin} is {reprlib.repr(value)}; a row must be a JSON object.")
+
+
+def read_csv(file: str, text: str) -> Iterator[Found]:
+    """Reads rows under the names of the first line. An empty cell is None, a JSON list of messages becomes one."""
+    csv.field_size_limit(LONGEST_CELL)
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names = next(lines, [])
+    if len({*names}) < len(names) or not all(names):
+        raise ValueError(f"its first line is {names}; it must name each column, once, between commas")
+    for number, cells in enumerate(filter(None, lines)):
+        origin = Origin(file, number, lines.line_num)
+        if len(cells) != len(names):
+            place = f"{file}, line {lines.line_num}"
+            yield origin, BadRow(origin, f"{place}: it has {len(cells)} cells, the first line names {len(names)}.")
+        else:
+            yield origin, {name: cell_value(cell) for name, cell in zip(names, cells, strict=True)}
+
+
+def cell_value(cell: str) -> Any:
+    if cell.startswith("[{"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(cell)
+    return cell or None
+
+
+class BadRows:
+    """Rows that cannot be used, of `total`, first the `unread`; at most a share of `max_fraction` may be."""
+
+    def __init__(self, total: int, max_fraction: float, unread: Iterable[BadRow] = ()) -> None:
+        self.total, self.allowed = total, int(total * max_fraction)
+        self.max_fraction = max_fraction
+        self.errors: list[BadRow] = []
+        for error in unread:
+            self.add(error)
+
+    def add(self, error: BadRow) -> None:
+        """Raises ValueError as soon as it is clear that there are too many, with a few of them."""
+        self.errors.append(error)
+        if len(self.errors) >= self.allowed + SHOWN_BAD:
+            self.check()
+
+    def describe(self) -> list[str]:
+        """Describes each bad row, with its place."""
+        return [f"{error.origin.place}: {error}" for error in self.errors]
+
+    def check(self) -> None:
+        """Raises ValueError if there are too many; names the first ones and the remedy."""
+        if len(self.errors) <= self.allowed and len(self.errors) < self.total:
+            return
+        first, *others = self.errors
+        remedy = f"Mend it ({first.origin.place}), or let a share of such rows be left out: data.max_bad_fraction=0.01."
+        if self.allowed:
+            remedy = f"That is more than data.max_bad_fraction={self.max_fraction} of {self.total} rows."
+        if others:
+            listed = "".join(f"\n  {error}" for error in others[: SHOWN_BAD - 1])
+            remedy = f"Of the rows read so far {len(self.errors)} cannot be used. {remedy} The next ones:{listed}"
+        raise ValueError(f"{first} {remedy}") from (first.__cause__ or first)
+
+
+def print_report(sources: Any, kept: int, about: str, left_out: dict[str, list[str]]) -> None:
+    """Prints how many rows of `sources` are used, what they are `about`, and why others are not: words for each row."""
+    names = ", ".join(map(str, [sources] if isinstance(sources, str | Path) else sources))
+    print(f"{names}: {kept} of {kept + sum(map(len, left_out.values()))} rows\n  {about}")
+    for reason, found in left_out.items():
+        if found:
+            listed = "; ".join(found[:SHOWN]) + "; …" * (len(found) > SHOWN)
+            print(f"  left out, {reason}: {len(found)} ({listed})")
+
+
+def filled_columns(row: Row) -> str:
+    """Lists the columns in which a row has something, but for what a run adds to it."""
+    added, empty = ("raw_prompt", "raw_prompt_ids", "index"), ("None", "{}", "{'ground_truth': None}")
+    return ", ".join(name for name, value in row.items() if name not in added and str(value) not in empty)
+
+
+def report_overlap(
+    trained: Iterable[Sequence[int]], held_out: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Counts the rows of `held_out` whose prompt, as token ids, is that of a trained row too, in a notice."""
+    seen = {np.asarray(ids, dtype=np.int32).tobytes() for ids in trained}
+    places = [place for place, ids in enumerate(held_out) if np.asarray(ids, dtype=np.int32).tobytes() in seen]
+    if places:
+        shown = repr(tokenizer.decode(held_out[places[0]], skip_special_tokens=True)[:SHOWN_TEXT])
+        notice(
+            f"the prompts of {plural(len(places), 'row')} of {len(held_out)} in data.val_files are in data.train_files "
+            f"too, the first is row {places[0]}: {shown}. Take them out of one of the two."
+        )
+
+
+def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
+    """Joins the texts of a prompt, without a template around them."""
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(message["content"] for message in prompt if isinstance(message.get("content"), str))

@@ -1,8 +1,7 @@
 """Draws the rows of each batch: samplers, mixtures of sources, and a loader that resumes at exactly its place.
 
-The order of epoch e is a pure function of (seed, e), so the position of a run is two numbers: the epoch and how many
-of its rows were handed out. There are no loader processes and nothing is fetched ahead: a curriculum that learns from
-a step decides over the very next row.
+The order of an epoch is a function of (seed, epoch), so that a run's position is two numbers. Nothing is fetched ahead:
+a curriculum that learns from a step decides over the very next row.
 """
 
 import inspect
@@ -29,9 +28,8 @@ from data.types import Row
 class Stateful(Protocol):
     """A dataset or sampler with state of its own, which checkpoints then hold.
 
-    A sampler of this kind keeps its own place: it counts a row before yielding it, and `__iter__` after
-    `load_state_dict` yields the rest of the interrupted epoch. Any other sampler is iterated anew, and what it yielded
-    before is skipped.
+    Such a sampler counts a row before yielding it, and after `load_state_dict` yields the rest of the epoch. Any other
+    is iterated anew, and what it yielded before is skipped.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -47,11 +45,10 @@ class Dynamic(Protocol):
 
 
 class AbstractSampler(Sampler[int], ABC):
-    """Base of all samplers: `__iter__` yields the row positions of one epoch, `__len__` says how many: as a
-    rule, all of the dataset.
+    """Base of all samplers: `__iter__` yields the row positions of one epoch, `__len__` says how many.
 
-    `self.epoch` and `self.num_rows`, those that the dataset had as the epoch began, are set before `__iter__` is
-    called: an order drawn from a seed and them needs no state to be resumed, also where the dataset grows.
+    Before `__iter__`, `self.epoch` and `self.num_rows`, the dataset's rows as the epoch began, are set: an order drawn
+    from a seed and them needs no state to be resumed.
     """
 
     epoch = 0
@@ -74,10 +71,7 @@ class AbstractSampler(Sampler[int], ABC):
         return len(self.data_source) if self.num_rows is None else self.num_rows
 
     def update(self, batch: DataProto) -> None:
-        """Called after every training step with its batch, rewards included; does nothing here.
-
-        It may be `update(self, indices, metrics)` instead: see training/collection.py, which calls it.
-        """
+        """Hears of a training step, by its batch, or as `update(self, indices, metrics)`; does nothing here."""
 
 
 class AbstractCurriculumSampler(AbstractSampler):
@@ -101,8 +95,7 @@ def hears_metrics(sampler: AbstractSampler) -> bool:
         return True
     if len(required) != 1:
         raise ValueError(
-            f"{type(sampler).__qualname__}.update{signature}: a sampler hears of a step by update(batch), or by "
-            "update(indices, metrics), with the rows' places in the dataset and numbers of each of them."
+            f"{type(sampler).__qualname__}.update{signature}: it must be update(batch) or update(indices, metrics)."
         )
     return False
 
@@ -161,8 +154,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
         sampler_class = load_subclass(chosen.class_path, chosen.class_name, AbstractSampler, key)
         if data_config.source_weights:
             raise ValueError(
-                f"data.sampler.class_path={chosen.class_path} and data.source_weights are both set, and each chooses "
-                "the rows: take one back."
+                f"data.sampler.class_path={chosen.class_path} and data.source_weights are both set: take one back."
             )
         given = {"data_source": dataset, "data_config": data_config}
         sampler = bind(sampler_class, given, chosen.kwargs, f"{key}={chosen.class_name}")()
@@ -176,11 +168,10 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
 
 
 class PromptLoader:
-    """Batches of prompts, endlessly by `next_batch()`, or one epoch by iteration.
+    """Gives batches of prompts, endlessly by `next_batch()`, or one epoch by iteration.
 
-    `epoch` is that of the batch handed out last, `index` the number of its rows handed out so far. `make_row` completes
-    what the dataset returns for a position; the position itself is the column dataset_position. Positions `left_out`
-    are passed over where the sampler gives them.
+    `epoch` is that of the last batch, `index` the number of its rows handed out. `make_row` completes what the dataset
+    returns for a position, which is the column dataset_position. Positions `left_out` are passed over.
 
     Raises:
         ValueError: an epoch has no full batch and `drop_last` drops the rest.
@@ -211,11 +202,8 @@ class PromptLoader:
 
     def __len__(self) -> int:
         """Batches an epoch."""
-        full, rest = divmod(self._epoch_rows(), self.batch_size)
+        full, rest = divmod(epoch_rows(self.dataset, self.sampler, self.left_out), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
-
-    def _epoch_rows(self) -> int:
-        return epoch_rows(self.dataset, self.sampler, self.left_out)
 
     def next_batch(self) -> dict[str, torch.Tensor | np.ndarray]:
         """The next batch, of the next epoch where this one has no more."""
@@ -243,7 +231,8 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the states of a dataset and a sampler that have their own."""
-        states = {name: part.state_dict() for name, part in self._parts().items() if isinstance(part, Stateful)}
+        parts = {"dataset": self.dataset, "sampler": self.sampler}
+        states = {name: part.state_dict() for name, part in parts.items() if isinstance(part, Stateful)}
         return {"epoch": self.epoch, "index": self.index, "num_rows": self.num_rows, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -252,7 +241,7 @@ class PromptLoader:
         Raises:
             ValueError: the dataset or the sampler has a state of its own and `state` has none, or the reverse.
         """
-        for name, part in self._parts().items():
+        for name, part in (("dataset", self.dataset), ("sampler", self.sampler)):
             if isinstance(part, Stateful) != (name in state):
                 raise ValueError(
                     f"the checkpoint holds {'a' if name in state else 'no'} state of the {name}, which does not go "
@@ -261,12 +250,9 @@ class PromptLoader:
             if isinstance(part, Stateful):
                 part.load_state_dict(state[name])
         self.epoch, self.index = state["epoch"], state["index"]
-        self.num_rows = state.get("num_rows", len(self.dataset))  # older checkpoints do not say
+        self.num_rows = state["num_rows"]
         num_seen = 0 if isinstance(self.sampler, Stateful) else self.index
         self._rest = islice(self._positions(self.num_rows), num_seen, None)
-
-    def _parts(self) -> dict[str, Any]:
-        return {"dataset": self.dataset, "sampler": self.sampler}
 
     def _positions(self, num_rows: int) -> Iterator[int]:
         """Yields the row positions of an epoch that begins with `num_rows` rows."""
@@ -283,9 +269,10 @@ class PromptLoader:
         return collate_fn([{**self.row(position), "dataset_position": position} for position in positions])
 
     def _no_batch(self) -> ValueError:
+        rows = epoch_rows(self.dataset, self.sampler, self.left_out)
         return ValueError(
-            f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {self._epoch_rows()} rows. "
-            "Lower data.train_batch_size, give more rows, or look whether data.max_prompt_length drops too many."
+            f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {rows} rows. Lower it, or give "
+            "more rows (data.max_prompt_length may drop too many)."
         )
 
 

@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any, ClassVar
 
 from configs.errors import did_you_mean
+from configs.extras import find, present
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the schemas of the tools that there are, by name
 THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)  # a prompt may begin one
@@ -66,16 +67,16 @@ class ToolParser:
     @staticmethod
     def get_tool_parser(name: str, tokenizer: Any = None) -> "ToolParser":
         """Raises ValueError if no parser has that name, or it cannot parse; lists those that there are."""
-        if name not in ToolParser.registry:
-            known = list(ToolParser.registry)
+        known = [*ToolParser.registry, *present("format")]
+        if name not in known:
             raise ValueError(
                 f"Unknown tool parser: {name!r}.{did_you_mean(name, known)} There are {', '.join(known)}; one of yours "
                 f"stands under @ToolParser.register({name!r}) in a file of actor_rollout_ref.model.external_lib."
             )
-        found = ToolParser.registry[name]
-        if (found.parse, found.extract_tool_calls) == (ToolParser.parse, ToolParser.extract_tool_calls):
-            raise ValueError(f"the tool parser {name!r}, {found.__name__}, defines no parse(answer, schemas).")
-        return found(tokenizer) if "tokenizer" in signature(found).parameters else found()
+        parser = ToolParser.registry.get(name) or find("format", name)
+        if (parser.parse, parser.extract_tool_calls) == (ToolParser.parse, ToolParser.extract_tool_calls):
+            raise ValueError(f"the tool parser {name!r}, {parser.__name__}, defines no parse(answer, schemas).")
+        return parser(tokenizer) if "tokenizer" in signature(parser).parameters else parser()
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
         """Reads an answer. Calls of tools that do not exist, or with wrong arguments, are calls nevertheless."""
@@ -130,39 +131,6 @@ class HermesParser(ToolParser):
             "# Tools\n\nYou may call functions. Their signatures, one a line:\n"
             f"<tools>\n{json_lines(schemas)}\n</tools>\n\n"
             f"Write each call as a JSON object between <tool_call> and </tool_call>:\n<tool_call>\n{call}\n</tool_call>"
-        )
-
-
-@ToolParser.register("llama3")
-class Llama3Parser(ToolParser):
-    """`{"name": …, "parameters": {…}}` as the whole answer, with or without <|python_tag|> before it, as Llama 3 does.
-
-    Several are separated by semicolons or white space. What follows a <|python_tag|> is a call in any case; without
-    one, an answer that begins with a brace and has no "name" in it is text.
-    """
-
-    TAG = "<|python_tag|>"
-
-    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        text, tag, content = answer.partition(self.TAG)
-        if not tag:
-            text, content = "", answer
-        content = content.strip()
-        if not tag and not (content.startswith("{") and '"name"' in content):
-            return ParsedAnswer(answer.strip())
-        found = ParsedAnswer(text.strip())
-        for part in json_objects(content):
-            add_json_call(found, part, "parameters")
-        return found
-
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
-
-    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        call = '{"name": the function\'s name, "parameters": {a parameter\'s name: its value}}'
-        return (
-            f"You may call the functions below. A call is a whole answer, in the form {call}, without variables.\n\n"
-            f"{json_lines(schemas)}"
         )
 
 
@@ -231,20 +199,6 @@ def add_json_call(found: ParsedAnswer, content: str, key: str) -> None:
 
 def json_lines(schemas: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
-
-
-def json_objects(text: str) -> list[str]:
-    """The JSON objects of `text`, one after another; what is none ends the list, as its last part."""
-    parts, place = [], 0
-    decoder = json.JSONDecoder()
-    while rest := text[place:].lstrip("; \n\t\r,"):
-        try:
-            _, length = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return [*parts, rest]
-        parts.append(rest[:length])
-        place = len(text) - len(rest) + length
-    return parts or [""]
 
 
 def read_json(text: str) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from uuid import uuid4
 
 from configs.extras import find
@@ -49,15 +49,8 @@ class ToolSchema(dict):
         return cls(schema)
 
     def model_dump(self, **kwargs: Any) -> dict[str, Any]:
-        """A plain dict of its own; pydantic's switches, as verl's code passes them, change nothing."""
+        """Returns a plain dict of its own, whatever pydantic's switches are."""
         return deepcopy(dict(self))
-
-
-@runtime_checkable
-class SchemaObject(Protocol):
-    """A schema as an object of verl's or pydantic's."""
-
-    def model_dump(self, **switches: Any) -> dict[str, Any]: ...
 
 
 def schema_of_text(name: str, description: str, argument: str, about: str) -> ToolSchema:
@@ -113,10 +106,7 @@ class BaseTool:
         self.config = dict(config or {})
         schema = self.get_openai_tool_schema() if tool_schema is None else tool_schema
         if schema is None:
-            raise ValueError(
-                f"the tool {type(self).__name__} has no schema: give tool_schema in the yaml, or define "
-                "get_openai_tool_schema in the class."
-            )
+            raise ValueError(f"the tool {type(self).__name__} has no schema: give tool_schema in the yaml.")
         self.tool_schema = checked_schema(schema)
         self.name: str = self.tool_schema["function"]["name"]
         self.queue: Any = self  # tools of one queue share max_concurrent
@@ -193,7 +183,7 @@ class FunctionTool(BaseTool):
     def __init__(self, function: Callable, name: str | None = None, schema: Mapping[str, Any] | None = None) -> None:
         self.function = function
         self.blocks = not inspect.iscoroutinefunction(function)
-        if isinstance(schema, SchemaObject):
+        if schema is not None and not isinstance(schema, Mapping):  # an object of verl's, or pydantic's
             schema = schema.model_dump(exclude_none=True)
         if schema is None:
             schema = function_schema(function, name)
@@ -248,12 +238,10 @@ def function_tool(
 
 def as_result(result: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
     """Returns the response, the reward and the metrics that a function's result is; of most it is all a response."""
-    match result:
-        case (str() | dict() | ToolResponse() as response,):
-            return as_response(response), 0.0, {}
-        case (str() | dict() | ToolResponse() as response, int() | float() | None as reward):
-            return as_response(response), as_reward(reward), {}
-        case (str() | dict() | ToolResponse() as response, int() | float() | None as reward, dict() | None as metrics):
+    parts = (*result, None, None)[:3] if isinstance(result, tuple | list) and 1 <= len(result) <= 3 else ()
+    match parts:
+        case (str() | dict() | ToolResponse(), int() | float() | None, dict() | None):
+            response, reward, metrics = parts
             return as_response(response), as_reward(reward), metrics or {}
     return as_response(result), 0.0, {}
 
@@ -291,8 +279,7 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
             pass
         case _:
             raise ValueError(
-                f"the tool schema {json.dumps(schema, default=str)[:200]} is not in OpenAI's function format, with a "
-                f"name of letters, digits, _ and -: {example}."
+                f"the tool schema {json.dumps(schema, default=str)[:200]} is not in OpenAI's format: {example}."
             )
     empty = {"type": "object", "properties": {}, "required": []}
     given = function.get("parameters") or {}
@@ -304,7 +291,7 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
     for key, described in parameters["properties"].items():
         if not isinstance(described, Mapping) or any(kind not in [*JSON_TYPES, "null"] for kind in types_of(described)):
             raise ValueError(
-                f"{where}.properties.{key} is {described}; it must be a mapping, with one or several of the types "
+                f"{where}.properties.{key} is {described}; it must be a mapping, with types of "
                 f"{', '.join(JSON_TYPES)} and null."
             )
     if unknown := sorted(set(parameters["required"]) - set(parameters["properties"])):
@@ -378,9 +365,7 @@ def function_schema(function: Callable, name: str | None = None) -> dict[str, An
         raise ValueError(f"{place} has no docstring: its first sentence is what tells the policy what the tool is for.")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(
-                f"{place}, parameter {parameter.name}: *args and the like cannot be called by name: spell it out."
-            )
+            raise ValueError(f"{place}, parameter {parameter.name}: it cannot be called by name: spell it out.")
         if parameter.annotation is parameter.empty:
             raise ValueError(f"{place}, parameter {parameter.name} has no type hint: give it one of {SUPPORTED}.")
     try:
@@ -399,28 +384,24 @@ def function_schema(function: Callable, name: str | None = None) -> dict[str, An
 
 
 def load_tools(settings: MultiTurnConfig) -> dict[str, BaseTool]:
-    """Loads all tools that the settings name, by name, in the order of the settings.
-
-    Tools are: those of a yaml, read by an extra; the functions of a file (`tools_of_functions`); the public methods of
+    """Loads all tools that the settings name, by name: of a yaml, of the functions of a file, and of the methods of
     the object that a factory makes for each episode.
 
     Raises:
         ValueError, FileNotFoundError, RuntimeError: a file, class or schema that cannot be used, or a name that comes
             twice; names file, key and remedy.
     """
-    files, found = settings.files(), list[BaseTool]()
+    files, tools = settings.files(), list[BaseTool]()
     if path := files.get("tool_config_path"):
-        found += find("source", "tools", f"{KEY}.tool_config_path")(path)
+        tools += find("source", "tools", f"{KEY}.tool_config_path")(path)
     if path := files.get("function_tool_path"):
-        found += tools_of_functions(path)
+        tools += tools_of_functions(path)
     if path := files.get("environment_factory"):
-        found += method_tools(load_factory(path)())
-    tools: dict[str, BaseTool] = {}
-    for tool in found:
-        if tool.name in tools:
-            raise ValueError(f"{' and '.join(files.values())}: two tools are called {tool.name!r}: rename one.")
-        tools[tool.name] = tool
-    return tools
+        tools += method_tools(load_factory(path)())
+    names = [tool.name for tool in tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{' and '.join(files.values())}: two tools are called {twice[0]!r}: rename one.")
+    return dict(zip(names, tools, strict=True))
 
 
 def load_factory(text: str) -> Callable[[], Any]:

@@ -52,7 +52,7 @@ EXEMPT = {
         "configs/errors.py": "says on stderr why the run ended",
         "configs/loader.py": "--cfg job, and notices before logging exists",
         "custom/tiny_model.py": "a command",
-        "data/data_report.py": "says what became of the rows of files",
+        "data/rows.py": "says what became of the rows of files",
         "main.py": "the batch arithmetic, at the start of a run",
         "extras/dry_run/dry_run.py": "says that nothing has changed",
         "extras/evaluation/main_generation.py": "says what it answers, and where the answers are",
@@ -68,7 +68,6 @@ EXEMPT = {
         "workers/model_worker.py": "the memory of its GPU, which main.py must not touch",
     },
     "environment": {
-        "configs/threads.py": "OMP_NUM_THREADS is the user's word on threads",
         "configs/process.py": "sets what torch reads when it is loaded, and reads Hydra's switch for tracebacks",
         "extras/verl/__main__.py": "a script for verl reads the variables of whoever starts it, and sets others",
         "extras/judge/judge.py": "reads the key to a server, which belongs in no config",

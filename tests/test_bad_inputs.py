@@ -43,9 +43,6 @@ def make(env_id, seed, max_turns, exclude_seeds, **_):
 ENGINES = """
 from workers.rollout import Rollout
 
-class A(Rollout):
-    def generate_sequences(self, prompts, world): ...
-
 class B(Rollout):
     def __init__(self, config, model_config, device_mesh): ...
 
@@ -94,11 +91,9 @@ DATASET_RAISES = Case(
     "  def __init__(self, **settings):\n    settings['size']\n",
 )
 BEFORE_ANYTHING_STARTS = [
-    Case("episodes of nothing", "env.mode=episode", "env.mode=episode: there is no environment to play", "Set env.id"),
     Case("episodes scored twice", "env.mode=episode reward.custom_reward_function.path=DIR/score.py",
          "the environment pays for its episodes", env=True),
     Case("states of episodes", "env.mode=episode env.val_size=4", "no single states to validate on", env=True),
-    Case("misspelt key", "trainer.sed=1", "unknown key 'trainer.sed'", "Did you mean 'trainer.seed'"),
     Case("broken row", "", "rows.jsonl, line 9: this is not JSON", rows_jsonl=ROWS + '{"prompt": '),
     Case("unknown estimator", "algorithm.adv_estimator=grop", "algorithm.adv_estimator=grop", "grpo"),
     Case(
@@ -150,15 +145,12 @@ BEFORE_ANYTHING_STARTS = [
         config_json='{"model_type": "gptj"}',
     ),
     Case("reward function absent", "reward.custom_reward_function.name=scor", "has no 'scor'; it has compute_score"),
-    Case("reward file absent", "reward.custom_reward_function.path=DIR/no.py", "there is no file .*no.py"),
     Case("reward file does not parse", "", "Error loading .*SyntaxError", r"score.py, line 1", score_py="def ("),
     Case("reward file raises", "", "ZeroDivisionError", r"\(.*score.py:2\)", score_py="x = 0\ny = 1 / x\n"),
     Case("reward signature", "", "none of the known forms: compute_score", score_py="def compute_score(a, b): pass"),
     Case("no reward", "reward.custom_reward_function.path=null", "nothing scores the", "row 0 is 'unknown'"),
     Case("n of 1 with grpo", "actor_rollout_ref.rollout.n=1", "rollout.n=1: .*grpo compares", "at least 2"),
-    Case("fewer rows than a batch", "data.train_batch_size=9", "cannot be filled: an epoch has 8 rows", "Lower"),
     Case("unknown logger", "trainer.logger=[wand]", "'wand': choose from console"),
-    Case("critic's model", "critic.enable=true critic.model.path=/no/model", "critic.model.path=/no/model: there"),
     Case(
         "checkpoint to resume absent",
         "trainer.resume_mode=resume_path trainer.resume_from_path=DIR/global_step_9",
@@ -171,12 +163,6 @@ BEFORE_ANYTHING_STARTS = [
         r"\(.*engine.py:1\)",
         engine_py="nothing()\n",
     ),
-    Case(
-        "custom_cls is no Dataset",
-        "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine",
-        "data.custom_cls.name=Mine .*must be a subclass of torch.utils.data.dataset.Dataset",
-        mine_py="class Mine: pass",
-    ),
     DATASET_RAISES,
     Case(
         "custom sampler of another type",
@@ -188,29 +174,17 @@ BEFORE_ANYTHING_STARTS = [
          rows_jsonl='{"prompt": "1+1?", "answer": 2}\n' * 8),
     Case("a label that is no dictionary", "", "rows.jsonl, row 0: reward_model is '4'", "into a column ground_truth",
          rows_jsonl='{"prompt": "2+2?", "reward_model": "4"}\n' * 8),
-    Case("a label without its truth", "", "give the argument a default: ground_truth=None",
-         rows_jsonl='{"prompt": "1+2=", "reward_model": {"style": "rule"}, "ground_truth": null}\n' * 8),
     Case("all steps are the critic's", "trainer.critic_warmup=9 trainer.total_training_steps=8", "and the run has 8: "
          "it would never learn", "Set it below 8"),
-    Case("greedy best of n", "actor_rollout_ref.rollout.val_kwargs.n=4", "4 greedy answers to a prompt, which are all",
-         "val_kwargs.do_sample=true with a temperature above 0, or .*val_kwargs.n=1"),
-    Case("best of n at temperature 0", "actor_rollout_ref.rollout.val_kwargs='{n: 2, do_sample: true, temperature: 0}'",
-         "val_kwargs.n=2 with do_sample=true and temperature=0"),
     Case("engine that needs more", "actor_rollout_ref.rollout.name=DIR/engine.py:B", "missing a .*: 'model_config'",
          "config, tokenizer, model", engine_py=ENGINES),
-    Case("engine that asks for more", "actor_rollout_ref.rollout.name=DIR/engine.py:A", "required argument: 'world'",
-         "sampling, seed, first_row", engine_py=ENGINES),
     Case("trainer of another type", "trainer.cls=DIR/mine.py:Mine", "trainer.cls=Mine in .*mine.py is <class "
          ".*must be a subclass of training.ray_trainer.RayPPOTrainer", mine_py="class Mine: pass"),
-    Case("key of no dataset", "data.custom_cls.kwargs.size=3", r"holds \['size'\], which only a dataset class"),
+    Case("key of no dataset", "data.custom_cls.kwargs.size=3", r"holds \['size'\], for a dataset class"),
     Case("dataset that takes another argument", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine "
          "data.custom_cls.kwargs.size=3", r"Mine\(data_files\) cannot be called: .*'size'", "kwargs={'size': 3}",
          mine_py="from torch.utils.data import Dataset\n"
          "class Mine(Dataset):\n  def __init__(self, data_files): pass\n"),
-    Case("sampler told in another form", "data.sampler.class_path=DIR/mine.py data.sampler.class_name=Mine",
-         r"Mine.update\(epoch, batch, reward\): a sampler hears", r"update\(batch\), or by update\(indices, metrics\)",
-         mine_py="from data.sampler import SequentialSampler\nclass Mine(SequentialSampler):\n"
-         "  def update(self, epoch, batch, reward): pass\n"),
     Case("loss that needs more", "actor_rollout_ref.model.external_lib=DIR/loss.py "
          "actor_rollout_ref.actor.policy_loss.loss_mode=needs_more", "loss_mode=needs_more: .*loss.py.* 'margins'",
          "policy_loss.kwargs", loss_py=LOSS.format("needs_more", ", agg, config, margins")),
@@ -218,7 +192,6 @@ BEFORE_ANYTHING_STARTS = [
          "decoupled_token_is actor_rollout_ref.actor.policy_loss.loss_mode=unweighted",
          "loss_mode=unweighted: .*'rollout_is_weights'", loss_py=LOSS.format("unweighted", "")),
     Case("yaml does not parse", "--config-name bad --config-path DIR", "bad.yaml cannot be", bad_yaml="a: [1\nb: 2"),
-    Case("unknown config", "--config-name frozenlak", "there is no frozenlak.yaml", "Did you mean 'frozenlake'"),
     Case(
         "environment raises in reset",
         "env.id=broken_reset:Game-v0 env.path=DIR/make.py env.name=make",

@@ -14,17 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import main
-from configs import extras, loader
+from configs import extras
 from configs.checks import batch_arithmetic, check_config, sampling_summary
 from configs.errors import ConfigError
 from configs.loader import (
     CONFIG_DIR,
     Arguments,
     check_is_whole,
-    check_torch,
     load_config,
     parse_arguments,
 )
@@ -52,13 +50,8 @@ def load(folder: Path, name: str, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_yaml_composes_and_the_printed_config_is_the_same_config(name, tmp_path, capsys):
-    config = load_config(Arguments(name, CONFIG_DIR, [], print_config=False), Config)
-    with pytest.raises(SystemExit) as stop:
-        load_config(parse_arguments(["--config-name", name, "--cfg", "job"], "", ""), Config)
-    assert stop.value.code == 0
-    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
-    assert load_config(Arguments("printed", tmp_path, [], print_config=False), Config) == config
+def test_every_shipped_yaml_composes(name):
+    load_config(Arguments(name, CONFIG_DIR, [], print_config=False), Config)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +136,8 @@ def test_a_flag_that_is_a_setting_is_told_of_key_and_value(flags, said, capsys):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("multiturn", r"this yaml is the base of blackjack, .*, taxi, and no config by itself"),
-        ("recipe/dapo", r"this is a recipe, .*--config-name frozenlake recipe=dapo"),
+        ("multiturn", r"it is the base of blackjack, .*, taxi: name one"),
+        ("recipe/dapo", r"this is a recipe: --config-name frozenlake recipe=dapo"),
     ],
 )
 def test_a_yaml_that_is_no_config_by_itself_says_so(name, said):
@@ -152,15 +145,6 @@ def test_a_yaml_that_is_no_config_by_itself_says_so(name, said):
         check_is_whole(Arguments(name, CONFIG_DIR, [], print_config=False), compose(name=name))
     completed = compose("env.id=FrozenLake-v1", name="multiturn")
     check_is_whole(Arguments("multiturn", CONFIG_DIR, [], print_config=False), completed)
-
-
-@pytest.mark.parametrize("found", ["2.4.1", None])
-def test_a_torch_that_is_too_old_or_absent_is_named(found, monkeypatch):
-    check_torch()
-    monkeypatch.setattr(loader, "version", lambda package: found)
-    monkeypatch.setattr(loader, "find_spec", lambda package: found)
-    with pytest.raises(ConfigError, match=rf"torch: {found or 'none'} is installed in .*2\.6 or newer.*torch==\d"):
-        check_torch()
 
 
 def test_without_the_environment_a_command_says_which_python_to_run():
@@ -181,14 +165,6 @@ def test_help_offers_what_the_entry_point_takes(capsys):
     assert all(re.search(rf"\b{name}[,.]", offered) for name in SHIPPED) and "recipe=NAME" in offered
 
 
-def test_a_command_of_an_extra_has_its_own_yaml_files(tmp_path, capsys):
-    (tmp_path / "other.yaml").touch()
-    with pytest.raises(SystemExit):
-        parse_arguments(["--help"], "other", "", tmp_path)
-    offered = " ".join(capsys.readouterr().out.split())
-    assert "configs: other. Any setting" in offered and f"extras/{tmp_path.name}/settings.py explains" in offered
-
-
 def test_tilde_takes_back_what_the_yaml_sets():
     assert compose().env.max_turns == 30
     assert compose("~env.max_turns").env.max_turns is None
@@ -203,12 +179,6 @@ def test_a_users_yaml_inherits_from_a_shipped_one_and_wins_over_it(tmp_path, def
     config = load(tmp_path, "child.yaml", "data.train_batch_size=2")
     assert (config.env.id, config.env.max_turns) == ("FrozenLake-v1", 7)
     assert (config.trainer.seed, config.data.train_batch_size) == (5, 2)
-
-
-def test_flags_may_stand_between_overrides():
-    arguments = parse_arguments(["trainer.seed=1", "--config-name=frozenlake", "data.seed=2"], "ppo_trainer", "")
-    assert arguments.config_name == "frozenlake"
-    assert arguments.overrides == ["trainer.seed=1", "data.seed=2"]
 
 
 def test_help_and_printing_import_neither_torch_nor_ray():
@@ -287,18 +257,8 @@ def test_a_recipe_is_taken_back(nothing, tmp_path):
     assert load(tmp_path, "mine", nothing) == compose(nothing) == compose()
 
 
-def test_a_recipe_below_itself_says_which_line_it_lacks(tmp_path):
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "mine.yaml").write_text("defaults: [frozenlake]\n")
-    (tmp_path / "recipe/own.yaml").write_text("algorithm: {adv_estimator: opo}\n")
-    with pytest.raises(
-        ConfigError, match=r"recipe\.algorithm\.adv_estimator'.* '# @package _global_' must be its first"
-    ):
-        load(tmp_path, "mine", "recipe=own")
-
-
 @pytest.mark.parametrize("name", ["frozenlake", "ppo_trainer"])
-def test_the_printed_config_of_a_recipe_is_the_same_config(name, tmp_path, capsys):
+def test_the_printed_config_is_the_same_config(name, tmp_path, capsys):
     overrides = ["recipe=dapo", "algorithm.gamma=0.9"]
     with pytest.raises(SystemExit):
         load_config(parse_arguments(["--config-name", name, "--cfg", "job", *overrides], "", ""), Config)
@@ -377,14 +337,16 @@ def test_values_with_a_default_ask_for_no_critic(estimator):
         ("model", "actor_rollout_ref.model.path"),
     ],
 )
-def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant, tmp_path):
-    yaml = OmegaConf.create()
-    OmegaConf.update(yaml, typo, 1, force_add=True)
-    OmegaConf.save(yaml, tmp_path / "mine.yaml")
-    for attempt in (lambda: compose(f"{typo}=1"), lambda: compose(f"+{typo}=1"), lambda: load(tmp_path, "mine")):
-        with pytest.raises(ConfigError) as caught:
+def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant):
+    with pytest.raises(ConfigError, match=rf"^unknown key '{re.escape(typo)}'\. Did you mean '{re.escape(meant)}'\?"):
+        compose(f"{typo}=1")
+
+
+def test_an_unknown_key_of_a_yaml_or_behind_a_plus_is_answered_too(tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer: {sed: 1}\n")
+    for attempt in (lambda: compose("+trainer.sed=1"), lambda: load(tmp_path, "mine")):
+        with pytest.raises(ConfigError, match=r"^unknown key 'trainer\.sed'\. Did you mean 'trainer\.seed'"):
             attempt()
-        assert str(caught.value).startswith(f"unknown key '{typo}'. Did you mean '{meant}'?")
 
 
 def test_a_key_of_an_absent_extra_is_refused_by_the_name_of_the_extra(monkeypatch):
@@ -436,7 +398,7 @@ REFUSED_ALGORITHMS = [
     (["algorithm.filter_groups.max_num_gen_batches=-1"], "max_num_gen_batches=-1 must be at least 0"),
     (
         [f"{SHAPING}.max_resp_len=8", f"{SHAPING}.overlong_buffer_cfg={{enable: true, len: 9}}"],
-        "overlong_buffer_cfg.len=9 is above reward.reward_kwargs.max_resp_len=8: .*null for a fifth",
+        "overlong_buffer_cfg.len=9 is above reward.reward_kwargs.max_resp_len=8: lower it, or null",
     ),
     ([f"{LOSS}.loss_mode=dro"], "loss_mode=dro needs .*dro_beta"),
     ([f"{LOSS}.loss_mode=clip_cov", f"{LOSS}.clip_cov_lb=5"], "clip_cov_lb=5.0 must be below .*clip_cov_ub=5.0"),
@@ -451,8 +413,8 @@ REFUSED_ALGORITHMS = [
         (["data.train_batch_size=1", "actor_rollout_ref.rollout.n=1"], "one sequence a step.* raise either"),
         (["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=5"], "actor.*Set it to at most 4"),
         (["data.train_batch_size=4", "critic.ppo_mini_batch_size=5"], "^critic.ppo_mini_batch_size=5 .* at most 4"),
-        (["actor_rollout_ref.actor.use_dynamic_bsz=false"], r"needs .*ppo_micro_batch_size_per_gpu.*\(try 8\)"),
-        (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"], "is below .* = 25: .* Raise it to at least 25"),
+        (["actor_rollout_ref.actor.use_dynamic_bsz=false"], r"needs .*ppo_micro_batch_size_per_gpu, e\.g\. 8"),
+        (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"], "is below .* = 25: raise it to at least 25"),
         (["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24"], "rollout.log_prob_max.* at least 25"),
         (["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9", "algorithm.use_kl_in_reward=true"], "ref.log_prob"),
         (["critic.ppo_max_token_len_per_gpu=24", "critic.enable=true"], "critic.ppo_max_token.* at least 25"),
@@ -460,15 +422,15 @@ REFUSED_ALGORITHMS = [
         (["actor_rollout_ref.rollout.response_length=9"], "response_length=9 is above data.max_response_length=1"),
         (
             ["trainer.nnodes=2", "trainer.executor=local"],
-            "ask for 2 workers, and .*=local has one: leave executor null",
+            "ask for 2 workers, and .*=local has one: leave it null",
         ),
         (["trainer.n_gpus_per_node=8", "trainer.executor=local"], "n_gpus_per_node=8.* ask for 8 workers"),
         (["trainer.n_workers_per_node=2", "trainer.executor=local"], "ask for 2 workers"),
         (["actor_rollout_ref.rollout.name=trtllm"], "name=trtllm is none of hf, vllm, .*, nor a file"),
-        (["algorithm.adv_estimator=gae", "critic.enable=false"], "gae needs values, .* leave critic.enable null"),
+        (["algorithm.adv_estimator=gae", "critic.enable=false"], "gae needs values, .* leave that out"),
         (["actor_rollout_ref.actor.optim.betas=[1.0,0.9]"], r"betas=\[1.0, 0.9\] must be two numbers in \[0, 1\)"),
         (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
-        (["trainer.resume_from_path=x"], "only read with trainer.resume_mode=resume_path"),
+        (["trainer.resume_from_path=x"], "resume_path needs trainer.resume_from_path, and only it"),
         (["env.val_episodes=0", "trainer.test_freq=1"], "nothing to validate on: set"),
         (["actor_rollout_ref.actor.checkpoint.save_contents=[model,optimiser]"], "holds .'optimiser'.: it can hold"),
         (["env.id=null"], "nothing to train on: set data.train_files"),
@@ -558,11 +520,6 @@ def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatc
     assert f"\n{rows} prompt" in said.out
 
 
-def test_sizes_that_do_not_divide_are_accepted(tmp_path):
-    odd = ["data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "actor_rollout_ref.rollout.n=5"]
-    check_config(compose(*odd, f"trainer.default_local_dir={tmp_path}"))
-
-
 def test_entries_of_reward_functions_are_checked_as_settings_are():
     [entry] = compose(
         "env.id=null", "data.train_files=Makefile", "reward.functions=[{path: a.py, weight: 0.5}]"
@@ -590,48 +547,21 @@ def test_gpus_that_are_not_there_are_refused_before_anything_is_read(asked, gpus
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("prompts", "n", "actor", "sentence"),
     [
-        (
-            ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=4"],
-            "8 prompts × 4 samples = 32 sequences a step → 1 update of 32 sequences → forward passes of at most "
-            "16384 tokens.",
-        ),
-        (
-            [
-                "data.train_batch_size=7",
-                "actor_rollout_ref.rollout.n=5",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-            ],
-            "7 prompts × 5 samples = 35 sequences a step → 3 updates of up to 15 sequences → forward passes of at most "
-            "16384 tokens.",
-        ),
-        (
-            [
-                "data.train_batch_size=6",
-                "actor_rollout_ref.rollout.n=2",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-                "actor_rollout_ref.actor.ppo_epochs=4",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
-            ],
-            "6 prompts × 2 samples = 12 sequences a step → 3 updates of 4 sequences, 4 times → forward passes of at "
-            "most 3 sequences.",
-        ),
-        (
-            [
-                "data.train_batch_size=1",
-                "actor_rollout_ref.rollout.n=2",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
-                "actor_rollout_ref.actor.use_dynamic_bsz=true",
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=99",
-            ],
-            "1 prompt × 2 samples = 2 sequences a step → 1 update of 2 sequences → forward passes of at most 99 "
-            "tokens.",
-        ),
+        (8, 4, [], "8 prompts × 4 samples = 32 sequences a step → 1 update of 32 sequences → {} 16384 tokens."),
+        (7, 5, ["ppo_mini_batch_size=3"],
+         "7 prompts × 5 samples = 35 sequences a step → 3 updates of up to 15 sequences → {} 16384 tokens."),
+        (6, 2, ["ppo_mini_batch_size=2", "ppo_epochs=4", "ppo_micro_batch_size_per_gpu=3"],
+         "6 prompts × 2 samples = 12 sequences a step → 3 updates of 4 sequences, 4 times → {} 3 sequences."),
+        (1, 2, ["ppo_micro_batch_size_per_gpu=3", "use_dynamic_bsz=true", "ppo_max_token_len_per_gpu=99"],
+         "1 prompt × 2 samples = 2 sequences a step → 1 update of 2 sequences → {} 99 tokens."),
     ],
 )  # fmt: skip
-def test_the_batch_arithmetic_in_one_sentence(overrides, sentence):
-    assert batch_arithmetic(compose(*overrides)) == sentence
+def test_the_batch_arithmetic_in_one_sentence(prompts, n, actor, sentence):
+    sizes = [f"data.train_batch_size={prompts}", f"actor_rollout_ref.rollout.n={n}"]
+    config = compose(*sizes, *(f"actor_rollout_ref.actor.{setting}" for setting in actor))
+    assert batch_arithmetic(config) == sentence.format("forward passes of at most")
 
 
 def test_sampling_of_training_and_validation_is_spelt_out():
@@ -683,13 +613,6 @@ def test_nothing_can_be_set_after_start_up():
     check(compose())
 
 
-def test_a_run_leaves_its_config_as_it_was(tiny_model, tmp_path):
-    config = compose(*short_run(tiny_model, tmp_path, "trainer.total_training_steps=1"))
-    before = asdict(config)
-    main.run(config)
-    assert asdict(config) == before
-
-
 def names_read() -> set[str]:
     """Attributes that are read, and texts, in all modules but those that declare settings."""
     files = shipped_modules("configs", "data", "training", "workers", "custom", "scripts", "extras")
@@ -726,11 +649,6 @@ def test_no_generator_is_seeded_by_a_literal_or_by_nothing():
     files = [ROOT / "main.py", *shipped_modules(*folders)]
     found = {str(file): lines for file in files if (lines := unseeded_generators(file.read_text()))}
     assert found == {}, "every generator gets a seed that follows from trainer.seed"
-
-
-@pytest.mark.parametrize("line", ["torch.manual_seed(0)", "rng = np.random.default_rng()", "random.seed(42)"])
-def test_the_search_for_literal_seeds_finds_them(line):
-    assert unseeded_generators(f"import torch\n{line}\n") == [2]
 
 
 def test_order_and_choice_of_rows_follow_from_the_one_seed(tiny_model, tmp_path):

@@ -101,7 +101,7 @@ MISTAKES = {
     ),
     "a file that is not there": (
         "An estimator", "external_lib=my_estimator.py", "external_lib=my_estimater.py",
-        "my_estimater.py: there is no file", "the working directory is",
+        "my_estimater.py: there is no file", "give a path",
     ),
     "one tensor instead of two": (
         "An estimator", "return advantages, advantages", "return advantages",

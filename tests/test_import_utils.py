@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from configs.import_utils import Neighbours, bind, load_extern_object, load_module, load_modules
+from configs.import_utils import Neighbours, bind, load_extern_object, load_module
 from configs.paths import ROOT
 
 REWARD = """
@@ -54,21 +54,9 @@ def test_a_file_is_found_absolute_relative_and_as_a_url_and_executed_once(reward
         assert load_module(path).CALLS == ["kept"]
 
 
-def test_a_file_without_the_py_ending_is_found(tmp_path):
-    file = tmp_path / "reward.txt"
-    file.write_text(REWARD)
-    assert load_module(str(file)).CALLS == []
-
-
 @pytest.mark.parametrize("path", ["user_pkg.rewards", "pkg://user_pkg.rewards", "pkg://user_pkg/rewards"])
 def test_a_module_is_found_by_its_dotted_name(package, path):
     assert load_extern_object(path, "compute_score")("any", "42", "41") == 0.0
-
-
-def test_one_module_several_or_none_are_loaded_in_order(reward_file, package):
-    assert load_modules(None) == []
-    assert load_modules("user_pkg.rewards") == [load_module("user_pkg.rewards")]
-    assert load_modules([str(reward_file), "user_pkg"]) == [load_module(str(reward_file)), load_module("user_pkg")]
 
 
 def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
@@ -123,26 +111,15 @@ def test_neighbours_are_found_where_import_finds_the_file_too_and_are_no_part_of
     assert importlib.util.find_spec("gym") is None
 
 
-def test_dataclasses_work_in_a_loaded_file(tmp_path):
-    file = tmp_path / "typed.py"
-    file.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from typing import ClassVar\n@dataclass\nclass A:\n    n: ClassVar[int] = 3\n    x: int = 1\n"
-    )
-    assert load_extern_object(str(file), "A")(x=2).x == 2
-
-
-def test_a_missing_file_names_the_path_and_the_working_directory(tmp_path, monkeypatch):
+def test_a_missing_file_names_the_path_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError) as caught:
+    with pytest.raises(FileNotFoundError, match=f"rewards/mine.py: there is no file {tmp_path}/rewards/mine.py"):
         load_module("rewards/mine.py")
-    assert "rewards/mine.py" in str(caught.value)
-    assert f"working directory is {tmp_path}" in str(caught.value)
 
 
 def test_a_missing_module_says_that_it_is_neither_file_nor_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match=f"no_such_pkg.rewards: neither a file in {tmp_path} nor a module"):
+    with pytest.raises(ModuleNotFoundError, match=f"no_such_pkg.rewards: neither a file in {tmp_path} nor a module on"):
         load_module("no_such_pkg.rewards")
 
 

@@ -166,13 +166,6 @@ def test_a_file_that_cannot_be_read_is_refused_whatever_may_be_left_out(tmp_path
         load(file, tokenizer, max_bad_fraction=0.9)
 
 
-def test_a_prompt_of_ten_megabytes_is_left_out_and_counted(tmp_path, tokenizer, capsys):
-    file = tmp_path / "data.csv"
-    file.write_bytes(b"prompt,ground_truth\n1,2\n" + b"1 " * 5_000_000 + b",2\n1,2\n")
-    assert load(file, tokenizer).num_filtered == 1
-    assert f"left out, longer than data.max_prompt_length=8: 1 ({file}:3)" in capsys.readouterr().out
-
-
 def test_marks_of_windows_do_no_harm(tmp_path, tokenizer):
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + LINE.replace(b"\n", b"\r\n") * 2)

@@ -13,7 +13,7 @@ from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from configs import threads
+from configs import process
 from configs.errors import ConfigError
 from configs.schema import Config
 from data.seeding import derive_seed, forked_rng
@@ -473,5 +473,5 @@ def test_a_run_says_where_its_worker_is():
 )
 def test_workers_threads_and_gpus(monkeypatch: pytest.MonkeyPatch, settings: list[str], wanted: Resources):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "available_cores", lambda: (8, "the machine's cores"))
+    monkeypatch.setattr(process, "available_cores", lambda: (8, "the machine's cores"))
     assert Resources.from_config(compose(*settings).trainer) == wanted

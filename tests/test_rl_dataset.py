@@ -8,16 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from configs import errors
-from configs.schema import DataConfig, DatagenConfig, DatasetClassConfig
-from data import rl_dataset
-from data.chat import encode_prompt, parse_prompt
-from data.data_report import shared_prompts
-from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class, truncate
+from configs.schema import DataConfig, DatasetClassConfig
+from data.chat import encode_prompt
+from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class
 from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler
 from tests.runs import compose
@@ -159,12 +155,6 @@ def test_nulls_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path,
     assert row["raw_prompt"] == prompt
 
 
-def test_the_arrays_pandas_makes_of_parquet_lists_are_prompts_too(tmp_path):
-    frame = pd.read_parquet(write(tmp_path / "rows.parquet", [{"prompt": QUESTION}]))
-    assert isinstance(frame.prompt[0], np.ndarray)
-    assert parse_prompt(frame.prompt[0]) == QUESTION
-
-
 def test_a_file_that_is_not_there_is_named(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match=r"rows.jsonl: there is no such file \(looked in .*data.train_files"):
         dataset(tmp_path / "rows.jsonl", tokenizer)
@@ -201,13 +191,6 @@ def test_truncation_cuts_the_named_side(tmp_path, tokenizer, side, kept):
     assert rows[0]["raw_prompt"] == "abcdefg"
 
 
-@pytest.mark.parametrize("side", ["left", "right", "middle"])
-@pytest.mark.parametrize("limit", range(1, 9))
-def test_truncation_keeps_what_fits_and_all_of_the_limit(side, limit):
-    assert truncate([1, 2, 3], 3, side) == [1, 2, 3]
-    assert len(truncate(list(range(7)), limit, side)) == min(limit, 7)
-
-
 def test_sub_sampling_is_the_first_rows_or_a_seeded_draw(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(50)])
 
@@ -220,15 +203,6 @@ def test_sub_sampling_is_the_first_rows_or_a_seeded_draw(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="leaves no rows: -1 takes all"):
         dataset(path, tokenizer, max_samples=0)
     assert len(dataset(path, tokenizer, max_samples=99)) == len(dataset(path, tokenizer)) == 50
-
-
-def test_a_long_file_shows_progress_and_keeps_every_row(tmp_path, tokenizer, monkeypatch, capsys):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(10)])
-    dataset(path, tokenizer)
-    assert "tokenising prompts" not in capsys.readouterr().out
-    monkeypatch.setattr(rl_dataset, "PROGRESS_BAR_FROM", 10)
-    assert len(dataset(path, tokenizer)) == 10
-    assert "tokenising prompts" in capsys.readouterr().out
 
 
 class States(RLHFDataset):
@@ -258,15 +232,6 @@ def test_rows_made_on_demand_keep_to_the_length_limit(tokenizer):
         ValueError, match=r"States, row 12: the prompt has 8 tokens, more than data.max_prompt_length=7"
     ):
         States(tokenizer, DataConfig(max_prompt_length=7))[12]
-
-
-def test_a_subclass_may_encode_prompts_its_own_way(tmp_path, tokenizer):
-    class Shouting(RLHFDataset):
-        def encode_prompt(self, prompt):
-            return super().encode_prompt(prompt.upper())
-
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "hi"}])
-    assert text(tokenizer, Shouting(path, tokenizer)[0]["raw_prompt_ids"]) == "HI"
 
 
 def test_collating_stacks_tensors_and_keeps_everything_else_as_elements():
@@ -455,22 +420,11 @@ def test_rows_that_change_by_the_step_are_not_measured(tokenizer):
     assert not overlong_rows(Changing(), tokenizer, DataConfig(max_prompt_length=5))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"config": "tokenizer"}, "is given a .* as config; the arguments are .data_files, tokenizer, config,"),
-        ({"processor": DataConfig()}, "is given a DataConfig as processor"),
-        ({"tokenizer": None}, "is given a NoneType as tokenizer"),
-        ({"max_samples": None}, "is given a NoneType as max_samples"),
-    ],
-)
-def test_arguments_have_verls_order_and_are_told_apart(tmp_path, tokenizer, given, said):
+def test_arguments_have_verls_order(tmp_path, tokenizer):
     path, config = write(tmp_path / "rows.jsonl", [{"prompt": "abcd"}]), {"max_prompt_length": 3, "truncation": "left"}
     rows = RLHFDataset(path, tokenizer, config | {"filter_overlong_prompts": False, "mine": 1}, None, 1)
     assert (rows.max_prompt_length, rows.config.mine, rows.image_key) == (3, 1, "images")
     assert text(tokenizer, rows[0]["raw_prompt_ids"]) == "bcd"
-    with pytest.raises(ValueError, match=said):
-        RLHFDataset(path, **({"tokenizer": tokenizer} | given))
 
 
 def test_a_hook_may_change_the_row_that_it_is_given_and_one_that_is_not_called_is_named(tmp_path, tokenizer, capsys):
@@ -531,53 +485,7 @@ def test_the_frame_of_rows_does_as_verls_data_sets_do_and_may_be_exchanged(tmp_p
         rows.dataframe = [1]
 
 
-GENERATOR = """
-from extras.datagen.dataset import AbstractDataGenerator
-
-class Counting(AbstractDataGenerator):
-    def generate(self, dataset, batch=None):
-        return [{"instruction": f"{batch} {len(dataset.rows)}", "level": 1}, {"prompt": "x" * 99}]
-
-class Quiet(AbstractDataGenerator):
-    def generate(self, dataset):
-        return []
-
-class Other:
-    pass
-"""
-
-
-def test_a_generator_adds_rows_at_the_start_and_after_every_step_and_the_checkpoint_holds_them(tmp_path, tokenizer):
-    (tmp_path / "generator.py").write_text(GENERATOR)
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "file", "reward_model": {"ground_truth": "4"}}])
-
-    def fresh(name="Counting"):
-        chosen = DatagenConfig(str(tmp_path / "generator.py"), name)
-        return create_rl_dataset(path, DataConfig(datagen=chosen, max_prompt_length=20), tokenizer)
-
-    rows = fresh()
-    rows.on_batch_end("step")
-    assert [row["prompt"] for row in rows] == ["file", "None 1", "step 2"]
-    assert rows.num_filtered == 2, "too long prompts are left out"
-    batch = collate_fn(list(rows))
-    assert batch["level"].tolist() == [None, 1, 1]
-    assert [label["ground_truth"] for label in batch["reward_model"]] == ["4", None, None]
-    resumed = fresh()
-    resumed.load_state_dict(rows.state_dict())
-    assert list(resumed) == list(rows)
-    quiet = fresh("Quiet")
-    quiet.on_batch_end("step")
-    assert len(quiet) == 1
-    with pytest.raises(TypeError, match=r"data.datagen.name=Other.* must be a subclass of"):
-        fresh("Other")
-
-
 # Validation apart from training
-
-
-@given(st.lists(st.lists(st.integers(0, 2), max_size=3)), st.lists(st.lists(st.integers(0, 2), max_size=3)))
-def test_shared_prompts_are_those_that_are_equal_token_by_token(trained, held_out):
-    assert shared_prompts(map(np.int32, trained), held_out) == [i for i, ids in enumerate(held_out) if ids in trained]
 
 
 def test_prompts_both_trained_on_and_validated_on_are_counted_and_the_first_is_shown(tiny_model, tmp_path, caplog):

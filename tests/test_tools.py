@@ -190,7 +190,7 @@ def test_an_argument_may_have_one_of_several_types(kinds, value, found):
 @pytest.mark.parametrize("kind", ["text", ["string", "text"], {"a": 1}])
 def test_an_unknown_type_in_a_schema_is_refused(kind):
     parameters = {"type": "object", "properties": {"x": {"type": kind}}}
-    with pytest.raises(ValueError, match=r"with one or several of the types string, .* and null"):
+    with pytest.raises(ValueError, match=r"with types of string, .* and null"):
         BaseTool({}, {"type": "function", "function": {"name": "f", "parameters": parameters}})
 
 
@@ -244,14 +244,6 @@ ROME, WEATHER_1 = ToolCall("weather", {"city": "Rome"}), ToolCall("weather", {"c
         ("hermes", '<tool_call>[1<tool_call>{"name": "f"}</tool_call>', "", [ToolCall("f", {})], ["is missing"]),
         ("hermes", '<tool_call>{"name": 1}</tool_call>', "", [], ['needs a "name"']),
         ("hermes", '<tool_call>"f"</tool_call>', "", [], ['needs a "name"']),
-        ("llama3", "No call.", "No call.", [], []),
-        ("llama3", '{"name": "weather", "parameters": {"city": "Rome"}}', "", [ROME], []),
-        ("llama3", 'So: <|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}', "So:", [ROME], []),
-        ("llama3", '{"name": "f"}; {"name": "f"}', "", [ToolCall("f", {})] * 2, []),
-        ("llama3", '{"name": "f"', "", [], ["not valid JSON"]),
-        ("llama3", '{"name": "f"} then', "", [ToolCall("f", {})], ["not valid JSON"]),
-        ("llama3", "{1, 2} is a set", "{1, 2} is a set", [], []),
-        ("llama3", "<|python_tag|>", "", [], ["not valid JSON"]),
         ("plain", "weather(Rome) it is", "", [], ["must be a line of its own"]),
         ("plain", "It is f(x) here", "It is f(x) here", [], []),
         ("plain", "So:\nslow(0.5)", "So:", [ToolCall("slow", {"seconds": "0.5"})], []),
@@ -292,13 +284,13 @@ def test_what_a_parser_writes_it_reads(form):
 
 
 @pytest.mark.parametrize("form", ToolParser.registry)
-def test_ten_thousand_mutated_calls_raise_nothing_and_only_good_ones_are_calls(form):
+def test_a_thousand_mutated_calls_raise_nothing_and_only_good_ones_are_calls(form):
     rng, parser = random.Random(7), ToolParser.get_tool_parser(form)
     seeds = [parser.write("weather", {"city": "Ro\"m}e'", "days": 2}), parser.write("slow", {"seconds": 1}) * 2]
     pieces = ["<tool_call>", "</tool_call>", "<|python_tag|>", '"', "{", "}", "\\", "(", ")", "null", "1e999", "\ud800"]
     pieces += ["[" * 3000, "9" * 5000, "\0", "é", ";", "\n", '"name"', '"arguments":', "NaN"]
     kinds = set()
-    for _ in range(10_000 // len(ToolParser.registry) + 1):
+    for _ in range(1_000):
         text = rng.choice(seeds)
         for _ in range(rng.randint(1, 4)):
             place, end = sorted(rng.choices(range(len(text) + 1), k=2))
@@ -311,7 +303,7 @@ def test_ten_thousand_mutated_calls_raise_nothing_and_only_good_ones_are_calls(f
 
 def test_an_unknown_format_is_refused_with_those_that_there_are():
     with pytest.raises(
-        ValueError, match=r"Unknown tool parser: 'herms'. Did you mean 'hermes'. There are hermes, llama3"
+        ValueError, match=r"Unknown tool parser: 'herms'. Did you mean 'hermes'. There are hermes, plain"
     ):
         ToolParser.get_tool_parser("herms")
 

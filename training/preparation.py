@@ -17,7 +17,6 @@ from configs.import_utils import accepts, load_modules, load_subclass, split_obj
 from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RolloutConfig
 from data.chat import ChatFormat, shows_tools, tool_kwargs
-from data.data_report import report_overlap
 from data.pretrained import (
     check_has_value_head,
     check_is_decoder,
@@ -34,6 +33,7 @@ from data.rl_dataset import (
     report_overlong,
     row_maker,
 )
+from data.rows import report_overlap
 from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sampler, epoch_rows, fitting_batch_size
 from data.seeding import seed_everything
 from data.tool_parsers import ToolParser

@@ -23,13 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import users_line
-from configs.extras import find, moved
+from configs.extras import find
 from configs.import_utils import bind, callable_name, load_extern_object
 from configs.schema import Config, RewardConfig, RewardManagerConfig, ScoringConfig
 from data.chat import parse_prompt
-from data.data_report import prompt_text
 from data.padding import last_token
 from data.protocol import DataProto, join_rows, object_array
+from data.rows import prompt_text
 from data.types import NotScored, Row
 from training.episode_rows import BROUGHT, EpisodeRows, describe_conversations, score_others
 
@@ -372,7 +372,3 @@ def as_number(score: Any) -> float:
     if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
         score = score.item()
     return float(score) if isinstance(score, numbers.Real | np.bool_) and abs(score) < TOO_LARGE else math.nan
-
-
-if __name__ == "__main__":
-    raise SystemExit(moved(__spec__.name))

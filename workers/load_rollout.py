@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.extras import TABLE, find, present
 from configs.import_utils import bind, callable_name, load_module, load_modules, split_object
+from configs.process import worker_threads
 from configs.schema import ModelConfig, RolloutConfig
-from configs.threads import worker_threads
 from data.padding import collate
 from data.pretrained import check_is_decoder, check_positions, load_model_config
 from data.protocol import DataProto

@@ -14,7 +14,6 @@ from transformers import (
 
 from configs.errors import ConfigError
 from configs.schema import Config, PretrainedModelConfig
-from data.chat import RM_KEY
 from data.pretrained import load_model_config
 from training.roles import needed_roles
 from workers.parallel import Replicas
@@ -54,7 +53,7 @@ def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, in
         held["critic"] = layouts["policy"].bytes_held(size, config.critic.optim)
     if "rm" in roles:
         judge = config.reward.reward_model.model
-        size = parameter_count(judge, judge.path, f"{RM_KEY}.path", AutoModelForSequenceClassification)
+        size = parameter_count(judge, judge.path, "reward.reward_model.model.path", AutoModelForSequenceClassification)
         held["rm"] = layouts["rm"].bytes_held(size, None)
     return held
 

@@ -17,9 +17,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.errors import ConfigError, notice_once, warns_of_close
-from configs.process import VARIABLES, children_apart
+from configs.process import VARIABLES, Threads, children_apart, worker_threads
 from configs.schema import Config, ModelConfig, RunConfig
-from configs.threads import Threads, worker_threads
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store

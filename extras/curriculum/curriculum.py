@@ -20,7 +20,6 @@ from data.sampler import AbstractCurriculumSampler
 from data.seeding import numpy_generator
 
 NOT_KNOWN = 0.5  # the success rate of what was never drawn; it counts as one observation
-OFTEN = 1000  # observations behind a rate of a checkpoint that does not say how many
 
 
 def check_bounds(name: str, value: float, holds: bool, bounds: str) -> None:
@@ -119,7 +118,7 @@ class CurriculumSampler(AbstractCurriculumSampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rates, self.drawn, self.place = dict(state["rates"]), state["drawn"], state["place"]
-        self.observed = dict(state.get("observed", dict.fromkeys(self.rates, OFTEN)))
+        self.observed = dict(state["observed"])
         self._draw_from = None
 
 

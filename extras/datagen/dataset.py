@@ -11,10 +11,10 @@ from typing import Any
 
 from configs.import_utils import bind, load_subclass
 from configs.settings import Readable, Settings
-from data.file_formats import Origin
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
-from data.rows import Table
+from data.rows import Origin
+from data.table import Table
 from data.types import Row
 
 

@@ -14,7 +14,6 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from configs.loader import workers_asked_for
 from configs.schema import Config
 from configs.settings import with_settings
 from data.protocol import DataProto
@@ -42,7 +41,7 @@ class DryRun(Training):
     @staticmethod
     def settle(config: Config) -> Config:
         """Reduces a config to one step on two prompts, or one a worker, at a learning rate of 0."""
-        prompts = max(PROMPTS, -(-workers_asked_for(config.trainer) // config.actor_rollout_ref.rollout.n))
+        prompts = max(PROMPTS, -(-config.trainer.workers // config.actor_rollout_ref.rollout.n))
         learns = {"ppo_mini_batch_size": prompts, "ppo_epochs": 1, "optim.lr": 0.0}
         settings = {
             f"{role}.{name}": value for role in ("actor_rollout_ref.actor", "critic") for name, value in learns.items()

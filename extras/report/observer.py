@@ -30,9 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import batch_arithmetic, check_output_folder, sampling_summary
 from configs.errors import NOTICE, latest, notice, notices, users_line
 from configs.paths import ROOT
-from configs.process import in_words
+from configs.process import available_cores, in_words
 from configs.schema import Config
-from configs.threads import available_cores
 from data.files import append, dispensable, dump_jsonl, json_line, replacing, rewrite
 from data.protocol import DataProto
 from data.seeding import derive_seed

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import PretrainedModelConfig
-from data.chat import RM_KEY, encode_conversation, reward_tokenizer
 from data.pretrained import load_model_config, position_count
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
 from extras.reward_model.settings import RewardModelConfig
+from extras.reward_model.stage import RM_KEY, encode_conversation, reward_tokenizer
 from workers.collectives import gather
 from workers.engine import compute_dtype
 from workers.model_worker import ModelWorker

@@ -3,13 +3,16 @@
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from configs.schema import Config
-from data.chat import RM_KEY, reward_tokenizer
+from configs.schema import Config, PretrainedModelConfig
+from data.chat import Prompt, as_text, encode_pieces, render
 from data.pretrained import check_is_reward_model, load_model_config, load_tokenizer
 from data.protocol import DataProto, object_array
 from data.types import Metrics, Stage
 from training.reward import place_scores, reward_of
+
+RM_KEY = "reward.reward_model.model"
 
 
 def zero_reward(data: DataProto) -> list[float]:
@@ -61,3 +64,38 @@ def add_model_scores(batch: DataProto, model: Any, function_weight: float, is_al
     batch.meta_info["reward_extra_keys"] = sorted([*batch.meta_info["reward_extra_keys"], *extra])
     placed = place_scores(scores, batch.batch["response_mask"], "reward model")
     batch.batch["token_level_scores"] = placed + function_weight * beside
+
+
+def reward_tokenizer(model: PretrainedModelConfig, policys: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """The reward model's tokenizer; None: it is the policy's, with the same template.
+
+    Raises:
+        ValueError: it cannot be loaded, or has another vocabulary and no chat template.
+    """
+    own = load_tokenizer(model, RM_KEY)
+    if own.get_vocab() == policys.get_vocab() and own.chat_template == policys.chat_template:
+        return None
+    if own.chat_template is None and policys.chat_template is not None:
+        raise ValueError(
+            f"{RM_KEY}.path={model.path}: its tokenizer is not the policy's and has no chat template: set "
+            f"{RM_KEY}.custom_chat_template to that of its training."
+        )
+    return own
+
+
+def encode_conversation(prompt: Prompt | None, response: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a prompt and its response by `tokenizer`: messages in its chat template, a text as it is.
+
+    Raises:
+        ValueError: there is no prompt.
+    """
+    response = as_text(response, tokenizer)
+    if isinstance(prompt, str):
+        return encode_pieces(prompt + response, tokenizer, opens=True)
+    if prompt is None:
+        raise ValueError(
+            f"a row has raw_prompt_ids alone, and the tokenizer of {RM_KEY} is not the policy's: give prompts as text."
+        )
+    messages = [*as_text(prompt, tokenizer), {"role": "assistant", "content": response}]
+    text = render(messages, tokenizer, generation_prompt=False)
+    return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)

@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 from configs.errors import notice_once
-from configs.threads import available_cores
+from configs.process import available_cores
 from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
 from extras.sandbox.run import check_fences, run_python
 

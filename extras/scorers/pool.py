@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from configs.process import available_cores
 from configs.schema import RewardFunctionConfig, ScoringConfig
-from configs.threads import available_cores
 from data.concurrency import start_loop, stop_loop
 from data.types import NotScored
 from extras.processes.child import Child, ProcessEnded

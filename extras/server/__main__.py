@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from configs.errors import ConfigError, refusals
 from configs.paths import ROOT
-from configs.threads import worker_threads
+from configs.process import worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from extras.server.app import Served, http_server
 from workers.engine import compute_dtype

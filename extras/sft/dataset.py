@@ -1,10 +1,8 @@
 """Prompt/response rows and whole conversations for supervised training.
 
-Of a conversation, the tokens of the assistant are learnt, or of the roles and turns that the settings name.
-
-A chat template with generation markers says it itself, of the conversation as a whole. With any other, and for other
-roles, the conversation is gone through as in an episode: what an answer is made of are the tokens of its text and its
-end, and everything else is what the template writes around it, so that the model learns what it will be asked for.
+A chat template with generation markers says itself which tokens are learnt. With any other, and for other roles, the
+conversation is gone through as in an episode: an answer is the tokens of its text and its end, so that the model learns
+what it will be asked for.
 """
 
 import json
@@ -23,12 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, load_subclass
-from data.chat import QUESTION, ChatFormat, Prompt, parse_prompt
-from data.data_report import BadRows, print_report
-from data.file_formats import BadRow, Origin
+from data.chat import QUESTION, ChatFormat, Prompt, as_messages, parse_prompt
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
-from data.rows import check_is_text, read_rows
+from data.rows import BadRow, BadRows, Origin, check_is_text, print_report, read_rows
 from data.types import Message, Sample
 from extras.sft.settings import SFTDataConfig
 
@@ -59,16 +55,6 @@ class SFTDataset(Dataset):
         self.conversations = ConversationFormat(tokenizer, config, end_id)
         self.samples: list[Sample] = []
         self.num_cut = 0
-        self._load(data_files, max_samples)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        return {"sample": self.samples[position]}
-
-    def _load(self, data_files: str | Path | list[str], max_samples: int) -> None:
-        """Fills `samples`, and reports on the rows."""
         unread: list[BadRow] = []
         rows = read_rows(data_files, unread)
         rows = rows[:max_samples] if max_samples >= 0 else rows
@@ -85,28 +71,38 @@ class SFTDataset(Dataset):
         about = f"{min(lengths)} to {max(lengths)} tokens each; {learnt} of {sum(lengths)} tokens are learnt{cut}"
         print_report(data_files, len(lengths), about, {"unusable": bad.describe()})
 
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return {"sample": self.samples[position]}
+
     def prompt_ids(self) -> list[list[int]]:
         """Returns each row's token ids before the first that is learnt."""
         return [sample.prompt_ids for sample in self.samples]
 
     def _encode(self, row: dict[str, Any], origin: Origin) -> Sample:
         """Encodes a row: the tokens that are learnt are the policy's."""
-        key = self._key(row)
+        config = self.config
+        is_answer = row.get(config.messages_key) is None
+        key = config.prompt_key if is_answer else config.messages_key
         check_is_text(row, key, origin)
         try:
-            said = parse_prompt(self._prompt(row, key))
+            prompt = parse_prompt(self._prompt(row) if is_answer else row[key])
         except ValueError as error:
             raise ValueError(f"{origin}: {error} (column {key})") from error
         try:
-            if key != self.config.messages_key:
-                sample = self._encode_answer(said, row)
-            elif isinstance(said, str):
+            if is_answer:
+                sample = self._encode_answer(prompt, row)
+            elif isinstance(prompt, str):
                 raise ValueError(f"column {key} is a text; it must be a list of chat messages.")
             else:
-                sample = self.conversations.sample(said, row.get(self.config.tools_key))
+                sample = self.conversations.sample(prompt, row.get(config.tools_key))
         except (ValueError, TemplateError) as error:  # templates refuse messages by TemplateError
             raise ValueError(f"{origin}: {error}") from error
-        return self._fit(sample, origin)
+        fitting = fit_sample(sample, config, origin)
+        self.num_cut += fitting is not sample
+        return fitting
 
     def _encode_answer(self, prompt: Prompt, row: dict[str, Any]) -> Sample:
         """Encodes a prompt to read and a response to learn."""
@@ -120,22 +116,11 @@ class SFTDataset(Dataset):
         sample.extend([*self.tokenizer.encode(response, add_special_tokens=False), self.end_id], None, policy=True)
         return sample
 
-    def _key(self, row: dict[str, Any]) -> str:
-        """Returns the column that the row begins with: a prompt's, or a conversation's."""
-        config = self.config
-        return config.prompt_key if row.get(config.messages_key) is None else config.messages_key
-
-    def _prompt(self, row: dict[str, Any], key: str) -> Any:
-        """Returns what the row begins with, or in a column of dicts leads to by data.prompt_dict_keys."""
-        if key == self.config.messages_key or not self.config.prompt_dict_keys:
-            return row.get(key)
-        said = within(row.get(key), self.config.prompt_dict_keys)
-        return [{"role": "user", "content": said}] if isinstance(said, str) else said
-
-    def _fit(self, sample: Sample, origin: Origin) -> Sample:
-        fitting = fit_sample(sample, self.config, origin)
-        self.num_cut += fitting is not sample
-        return fitting
+    def _prompt(self, row: dict[str, Any]) -> Any:
+        """Returns the prompt column, or what in it data.prompt_dict_keys lead to: a text there is a user's message."""
+        keys = self.config.prompt_dict_keys
+        prompt = within(row.get(self.config.prompt_key), keys)
+        return as_messages(prompt) if keys and isinstance(prompt, str) else prompt
 
 
 def fit_sample(sample: Sample, config: SFTDataConfig, origin: Origin | str) -> Sample:
@@ -155,8 +140,8 @@ def fit_sample(sample: Sample, config: SFTDataConfig, origin: Origin | str) -> S
     if excess >= len(ids):
         side = "prompt" if cut_prompt else "response"
         raise ValueError(
-            f"{origin}: data.truncation={config.truncation} would leave nothing of the {side}, which has "
-            f"{len(ids)} of the {excess} tokens that data.max_length={config.max_length} asks to cut."
+            f"{origin}: data.truncation={config.truncation} would leave nothing of the {side}: {excess} tokens are "
+            f"above data.max_length={config.max_length}."
         )
     if cut_prompt:
         return replace(sample, prompt_ids=truncate(prompt_ids, len(prompt_ids) - excess, "left"))
@@ -181,8 +166,7 @@ class TokenRows(Dataset):
     learnt where loss_mask is 1, as in verl. All rows are made once at the start, to be checked.
 
     Raises:
-        ValueError: a row lacks one of these, or has them in different lengths, or nothing to learn, or is longer than
-            data.max_length; names it.
+        ValueError: a row lacks one of these, has nothing to learn, or is longer than data.max_length; names it.
     """
 
     def __init__(self, rows: Dataset, config: SFTDataConfig) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from configs.checks import check_output_folder, check_run, check_sources
+from configs.checks import check_output_folder, check_sources
 from configs.errors import ConfigError
 from configs.schema import (
     CheckpointConfig,
@@ -12,9 +12,8 @@ from configs.schema import (
     OptimConfig,
     RunConfig,
     TrainFSDPConfig,
-    own_keys,
 )
-from configs.settings import Frozen, Open, group, setting
+from configs.settings import Frozen, Open, group, own_keys, setting
 
 
 @dataclass
@@ -100,5 +99,4 @@ def check_sft(config: SFTConfig) -> None:
         )
     if not data.roles_to_train:
         raise ConfigError("data.roles_to_train=[] leaves nothing to learn: name roles, as in [assistant].")
-    check_run(config.trainer, config.checkpoint, "checkpoint")
     check_output_folder(config.trainer.default_local_dir)

@@ -24,11 +24,11 @@ from configs.schema import (
     TrainerConfig,
 )
 from configs.settings import EACH_EPOCH, with_settings
-from data.data_report import report_overlap
 from data.files import sole_run
 from data.padding import collate
 from data.pretrained import check_positions, load_model_config, load_tokenizer
 from data.protocol import DataProto
+from data.rows import report_overlap
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler, fitting_batch_size
 from data.seeding import derive_seed, seed_everything
 from data.types import Sample

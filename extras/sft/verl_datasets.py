@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import Prompt, as_messages, parse_prompt
-from data.rows import Table, read_rows
+from data.rows import read_rows
+from data.table import Table
 from data.types import Message, Sample
 from extras.sft.dataset import ConversationFormat, SFTDataset, answer_end, fit_sample
 

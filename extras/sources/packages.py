@@ -11,8 +11,7 @@ from types import ModuleType
 import yaml
 
 from configs.paths import find_path
-from data.file_formats import Found, Origin
-from data.rows import SAVED_TO_DISK
+from data.rows import SAVED_TO_DISK, Found, Origin
 
 ANSWER_FORMAT = "Give the final answer between <answer> and </answer>."
 

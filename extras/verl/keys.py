@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.errors import ConfigError, notice
 from configs.extras import absent_extra_of
-from configs.loader import workers_asked_for
 from configs.settings import Keys, delete, is_known, leaves
 
 CHATML = (
@@ -275,7 +274,8 @@ def tell(found: Iterable[tuple[str, Any, Verdict]], file: str | None = None) -> 
 
 def per_worker(number: Any, *, _root_: DictConfig) -> int:
     """Divides a `number` of sequences among the workers: `${per_worker:32}`."""
-    return max(1, int(number) // workers_asked_for(_root_.trainer))
+    trainer = _root_.trainer
+    return max(1, int(number) // (trainer.nnodes * (trainer.n_gpus_per_node or trainer.n_workers_per_node)))
 
 
 def unmerged_lora(*, _root_: DictConfig) -> str:

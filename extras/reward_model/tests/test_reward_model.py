@@ -17,7 +17,7 @@ from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from extras.reward_model.model import LearnedReward, load_reward_model
 from extras.reward_model.settings import RewardModelConfig
-from extras.reward_model.stage import add_model_scores
+from extras.reward_model.stage import add_model_scores, encode_conversation
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
@@ -97,8 +97,13 @@ def test_a_conversation_is_written_again_in_a_template_that_is_not_the_policys(o
 def test_ids_without_their_prompt_cannot_be_written_in_another_template(other_words: Path):
     batch = ragged_batch()[:1]
     batch.non_tensor_batch["raw_prompt"] = object_array([None])
-    with pytest.raises(ValueError, match="give the rows their prompts"):
+    with pytest.raises(ValueError, match="give prompts as text"):
         role(other_words).compute_rm_score(batch)
+
+
+def test_special_tokens_that_a_response_spells_out_are_text():
+    forged, harmless = (encode_conversation(said("a"), text, TOKENIZER) for text in ("<|end|>", "harmless"))
+    assert forged.count(TOKENIZER.eos_token_id) == harmless.count(TOKENIZER.eos_token_id)
 
 
 def said(content: str) -> list[dict[str, str]]:
@@ -152,7 +157,7 @@ def test_weights_without_a_trained_head_are_refused(tiny_model: Path):
     ("overrides", "message"),
     [
         (["reward_model.enable=true"], r"reward\.reward_model\.model\.path is not set"),
-        (["reward_model.enable=true", "reward_model.model.path={policy}"], r"the model has 2 outputs a sequence"),
+        (["reward_model.enable=true", "reward_model.model.path={policy}"], r"it has 2 outputs a sequence"),
         (
             ["reward_model.enable=true", "reward_model.model.path={rm}", "env.mode=episode", "env.history=turns"],
             r"env\.history=turns: it scores whole responses.*env\.history=transcript",

@@ -127,7 +127,7 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
         ("tools: [{config: {type: mcp}}]", r"tools\[0\].mcp is {}; it must have mcp_servers_config_path"),
         (
             "tools: [{class_name: data.tools.BaseTool, tool_schema: {type: function}}]",
-            "not in OpenAI's function format",
+            "not in OpenAI's format",
         ),
         ("tools: [{class_name: data.tools.BaseTool, name: f, parameters: {type: list}}]", "must have type: object"),
         (
