@@ -35,7 +35,7 @@ def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:
 @pytest.mark.parametrize(
     ("agent", "words"),
     [
-        ("tool_agent", "row 1 has agent_name=tool_agent, and .*enable=false"),
+        ("tool_agent", "row 1 has agent_name=tool_agent: .*enable=true"),
         ("other", "row 1 has agent_name=other; the agents are single_turn_agent, tool"),
     ],
 )
