@@ -329,8 +329,7 @@ def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable
             raise ConfigError(f"row {position} has {AGENT_COLUMN}={agent}; {known_names(agents)}")
         if agent == TOOL_AGENT and not settings.enable:
             raise ConfigError(
-                f"row {position} has {AGENT_COLUMN}={TOOL_AGENT}, and {MULTI_TURN}.enable=false: set it, or drop the "
-                "column."
+                f"row {position} has {AGENT_COLUMN}={TOOL_AGENT}: set {MULTI_TURN}.enable=true, or drop the column."
             )
         try:
             if users is not None:
