@@ -20,7 +20,7 @@ from training.ray_trainer import RayPPOTrainer
 from workers.agent_loop import AgentLoop
 from workers.engine import TrainEngine
 from workers.hf_rollout import HFRollout
-from workers.rollout import Checksums, Rollout
+from workers.rollout import Rollout
 from workers.weight_sync import draw_probe, largest_distance, score_probe
 
 
@@ -87,12 +87,19 @@ class CopyOf:
 
     Args:
         leads: whether this rank asks the engine, and not another for it.
+        held: what the engine says of the weights that it holds, of a module.
     """
 
     own_weights = True
 
-    def __init__(self, engine: Rollout, module: PreTrainedModel, leads: bool = True) -> None:
-        self.engine, self.leads, engine.module = engine, leads, module
+    def __init__(
+        self,
+        engine: Rollout,
+        module: PreTrainedModel,
+        leads: bool = True,
+        held: Callable[[PreTrainedModel], Any] = lambda module: None,
+    ) -> None:
+        self.engine, self.leads, self.held, engine.module = engine, leads, held, module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -101,8 +108,8 @@ class CopyOf:
         self.engine.module.load_state_dict(dict(weights), strict=False)
         self.engine.load_weights([], version)
 
-    def held_weights(self) -> Checksums:
-        return self.engine.module.parallel.whole_sums(self.engine.module, self.engine.module.dtype)
+    def held_weights(self) -> Any:
+        return self.held(self.engine.module)
 
     @contextmanager
     def together(self) -> Iterator[bool]:

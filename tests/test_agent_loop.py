@@ -33,9 +33,8 @@ from workers.agents import user_code
 from workers.agents.environment import EnvEpisode
 from workers.agents.episode import Limits, SingleAnswer, play
 from workers.hf_rollout import HFRollout
-from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
-from workers.rollout import Rollout
+from workers.rollout import Rollout, build_rollout
 
 TOKENIZER = build_tokenizer()
 SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 400)

@@ -34,7 +34,7 @@ from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.preparation import check_algorithm, prepare
 from training.roles import needs_critic, needs_reference
 from workers import ray_group, vllm_rollout_spmd
-from workers.load_rollout import load_rollout_class
+from workers.rollout import load_rollout_class
 
 HOME = str(Path.home())
 COMMANDS = ["main.py"]

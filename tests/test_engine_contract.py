@@ -34,13 +34,12 @@ from training.environment import EnvSetup, episode_prompts
 from workers.agent_loop import AgentLoop
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.load_rollout import build_rollout, load_rollout_class
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
-from workers.rollout import Rollout
+from workers.rollout import Rollout, build_rollout, load_rollout_class
 from workers.vllm_rollout_spmd import vLLMRollout
 from workers.vllm_setup import BLOCK
-from workers.weight_sync import weight_sync
+from workers.weight_sync import WeightSync
 
 P, R = 40, 12
 CPU = torch.device("cpu")
@@ -538,14 +537,14 @@ def test_an_engine_with_other_weights_than_the_trainer_is_caught(bench: Bench, m
         bench.model.model.embed_tokens.weight.mul_(1.1)
     monkeypatch.setattr(bench.policy, "weights", lambda merged: stale.items())
     with pytest.raises(RuntimeError, match=r"of a probe differ from the trainer's by up to .*\d tensors of .* MB were"):
-        weight_sync(bench.engine, bench.policy).update(9)
+        WeightSync(bench.engine, bench.policy).update(9)
 
 
 def test_a_weight_that_is_never_handed_over_is_caught_at_once(bench: Bench, monkeypatch):
     """At a learning rate of 1e-6: log-probs cannot show that."""
     policy, module = bench.policy, bench.engine.module
     engine = bench.engine if bench.engine.own_weights else CopyOf(bench.engine, copy.deepcopy(module))
-    sync = weight_sync(engine, policy)
+    sync = WeightSync(engine, policy)
     assert sync.update(100)["rollout/sync_max_logprob_diff"] < 1e-5
     change_weights(bench.model, 1e-6)
     sent = dict(policy.weights())

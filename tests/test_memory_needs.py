@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.errors import ConfigError
 from tests.runs import compose, short_run
-from workers.memory_needs import GIB, memory_report, model_bytes
+from workers.model_worker import GIB, memory_report, model_bytes
 from workers.parallel import Replicas
 
 LAYOUTS = dict.fromkeys(("policy", "ref", "rm"), Replicas())

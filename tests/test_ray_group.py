@@ -24,7 +24,6 @@ from training.model_shards import Shards
 from workers import ray_group
 from workers.group import LocalGroup, distinct_groups
 from workers.hf_rollout import HFRollout
-from workers.load_rollout import load_rollout_class
 from workers.models import gpu_trouble
 from workers.ray_group import (
     RayPending,
@@ -40,6 +39,7 @@ from workers.ray_group import (
     worker_environment,
     worker_summary,
 )
+from workers.rollout import load_rollout_class
 
 # A file as a user writes one: greedy in training, and a random number drawn without a generator of its own.
 MY_ROLLOUT = """

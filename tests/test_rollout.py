@@ -28,9 +28,8 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from tests.engines import drain
 from workers import hf_rollout
-from workers.hf_rollout import HFRollout, NoCacheBatch
+from workers.hf_rollout import HFRollout, NoCacheBatch, sample, sample_rows
 from workers.rollout import Rollout, stop_token_ids
-from workers.sampling import sample, sample_rows
 from workers.scoring_model import scoring_model, with_hooks
 
 P, R = 9, 12

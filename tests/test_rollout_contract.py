@@ -18,10 +18,9 @@ from tests.engines import Generating, Stepping, answer
 from training.roles import ROLES
 from workers.adapter import NoAdapter
 from workers.group import Done, RolloutRole
-from workers.load_rollout import build_rollout, generate_batch
 from workers.model_worker import ColocatedRollout
 from workers.parallel import Replicas
-from workers.rollout import Rollout
+from workers.rollout import Rollout, build_rollout, generate_batch
 
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 5)
 PROMPTS = [[9], [5, 0, 6], [7, 8], [9], [11, 12]]

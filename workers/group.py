@@ -21,7 +21,7 @@ from data.seqlen_balancing import calculate_workload, neighbour_shares
 from data.types import SamplingParams
 from training.environment import are_episodes
 from training.roles import ROLES, RoleSpec
-from workers.load_rollout import load_rollout_class
+from workers.rollout import load_rollout_class
 
 
 class Pending(Protocol):

@@ -1,15 +1,13 @@
 """Rollouts by the Hugging Face model itself: no second copy of the weights, nothing to synchronise.
 
-A sampling loop of our own in place of `generate`: a prompt is prefilled once for the rows that start together, then a
-step draws one token of each row. Rows join and leave at any step. Each has its own sampling, limit and uniform numbers,
-drawn by its own seed, so its tokens do not depend on its company; the log-prob comes out of the softmax that is sampled
-from. What is drawn is read from the device once a step, and the host decides which rows end.
-What a model keeps of the rows from token to token is a subclass's of `RunningBatch`: here, transformers' caches, for
-each row. extras/kernels has rows that share their prompts, and keep what episodes have read.
+A sampling loop in place of `generate`: a prompt is prefilled once for the rows that start together, then a step draws
+one token of each row. Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by
+its own seed, so its tokens do not depend on its company; the log-prob comes out of the softmax that is sampled from.
+What a model keeps of the rows from token to token is a subclass's of `RunningBatch`: here, transformers' caches.
+extras/kernels has rows that share their prompts, and keep what episodes have read.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,16 +30,15 @@ from workers.collectives import common_notice
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
 from workers.micro_batches import to_device
 from workers.rollout import Rollout, check_request, divergence, sample_of
-from workers.sampling import sample_rows
 
 REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
 TRIAL_TOKENS = 5  # of a trial's responses: enough steps for the kernels of long ones
+VOCABULARY_BLOCK = 128  # tokens whose probabilities are summed before a block is chosen
 
 
 @dataclass(eq=False)
 class RunningRow:
-    """A request that is being answered: the tokens drawn so far, their log-probs, and the generator of the uniform
-    numbers that decide the next ones; a token of `stops` ends it."""
+    """A request that is being answered; `uniforms` decide its next tokens, and one of `stops` ends it."""
 
     request: Request
     stops: frozenset[int]
@@ -54,7 +52,7 @@ class RunningRow:
 
     @property
     def read_ids(self) -> list[int]:
-        """The ids that the model has read: the prompt's and its own, without the newest."""
+        """The ids that the model has read: all but the newest."""
         return [*self.request.prompt_ids, *self.token_ids[:-1]]
 
     def completion(self, weight_version: int) -> Completion:
@@ -70,7 +68,7 @@ def sampling_kinds(rows: Sequence[RunningRow], device: torch.device) -> dict[Sam
     return {kind: on_device(its, device) for kind, its in places.items()}
 
 
-class RunningBatch(ABC):
+class RunningBatch:
     """The rows that generate with `module` until none is left: `alive`, b of them in the subclass's order.
 
     Args:
@@ -97,27 +95,22 @@ class RunningBatch(ABC):
         self.alive, self.last = rows, last
         self.kinds = sampling_kinds(rows, last.device)
 
-    @abstractmethod
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Any, Tensor]:
         """Computes d prompts: what the model keeps of them, and the logits after them, [d, V] float32."""
 
-    @abstractmethod
     def _keep(self, prefilled: Any, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
         """Adds n rows of at most `max_tokens` own tokens, which answer the prompts `source` [n] of `prefilled`, of so
         many tokens: `lengths`."""
 
-    @abstractmethod
     def _forward(self) -> Tensor:
         """Returns logits after the last token of each row that is alive: [b, V] float32."""
 
-    @abstractmethod
     def _forget(self, gone: Sequence[int]) -> list[int]:
         """Ends the rows at the places `gone` [n], ascending. Returns the row now at each place."""
 
     def _left(self, row: RunningRow, prefilled: Any, place: int) -> None:
         """Is told of a row that has ended: by its first token, which answers the prompt at `place` of `prefilled`; or
         later (prefilled None), at `place` of the rows alive."""
-        return None
 
     def _new_tokens(
         self, prompts: list[tuple[int, ...]], rows: Mapping[tuple[int, ...], Sequence[Request]]
@@ -131,11 +124,9 @@ class RunningBatch(ABC):
 
     def forget(self, episodes: Iterable[int]) -> None:
         """Drops what is kept of these episodes."""
-        return None
 
     def close(self) -> None:
         """Leaves the module as it was, to be trained."""
-        return None
 
     def __len__(self) -> int:
         return len(self.alive)
@@ -190,8 +181,8 @@ class RunningBatch(ABC):
 
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         """Token ids and log-probs of the rows that answer the requests in `seen`, beyond the first `seen[id]`."""
-        asked = {row: seen[row.request.id] for row in self.alive if row.request.id in seen}
-        return {row.request.id: (row.token_ids[known:], row.log_probs[known:]) for row, known in asked.items()}
+        rows = {row.request.id: row for row in self.alive if row.request.id in seen}
+        return {number: (row.token_ids[seen[number] :], row.log_probs[seen[number] :]) for number, row in rows.items()}
 
     def _leave(self, gone: Sequence[int]) -> list[RunningRow]:
         """Ends the rows at the places `gone` [n], ascending; returns them."""
@@ -488,8 +479,84 @@ def last_logits(
     **for_attention: Any,
 ) -> Tensor:
     """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q]; without a cache, `ids` are all."""
-    cached = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
-    output = module(
-        input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **cached, **for_attention
-    )
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **for_attention}
+    if cache is not None:
+        inputs["past_key_values"] = cache
+    output = module(**inputs, logits_to_keep=1, use_cache=cache is not None)
     return output.logits[:, -1].float()
+
+
+def sample_rows(logits: Tensor, kinds: Mapping[SamplingParams, Tensor], uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row of `logits` [b, V] and its log-prob, as `sample` draws them: the rows at `kinds[s]` by s."""
+    if len(kinds) == 1:
+        return sample(logits, next(iter(kinds)), uniforms)
+    chosen, log_probs = torch.zeros_like(uniforms, dtype=torch.long), logits.new_zeros(len(logits))
+    for sampling, rows in kinds.items():
+        chosen[rows], log_probs[rows] = sample(logits[rows], sampling, uniforms[rows])
+    return chosen, log_probs
+
+
+def sample(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row of `logits` [b, V], and its log-prob under the distribution it was drawn from: both [b].
+
+    `uniforms` [b] float64 in [0, 1) decide: the token is the first at which the cumulative probability passes them.
+    """
+    if not sampling.do_sample:
+        best, chosen = logits.max(-1)
+        return chosen, best - logits.logsumexp(-1)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        logits = keep_min_p(logits, sampling.min_p)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = keep_top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = keep_top_p(logits, sampling.top_p)
+    powers = (logits - logits.amax(-1, keepdim=True)).exp_()
+    chosen, total = first_beyond(powers, uniforms)
+    return chosen, (powers.gather(-1, chosen[:, None])[:, 0] / total).log().float()
+
+
+def first_beyond(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each row of `weights` [b, V] ≥ 0 whose cumulative sum passes that share of the row's sum, [b],
+    never one of weight 0; and the sum [b] float64.
+
+    In two stages, first a block of tokens and then a token of it: one pass over V, and float64 where sums get long.
+    """
+    width = weights.shape[-1]
+    if padding := -width % VOCABULARY_BLOCK:
+        weights = F.pad(weights, (0, padding))
+    blocks = weights.unflatten(-1, (-1, VOCABULARY_BLOCK))
+    masses = blocks.sum(-1).double()
+    total = masses.sum(-1)
+    block, share = pick(masses, uniforms[:, None])
+    token, _ = pick(blocks[torch.arange(len(blocks), device=block.device), block[:, 0]].double(), share)
+    return (block * VOCABULARY_BLOCK + token)[:, 0].clamp_(max=width - 1), total
+
+
+def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The place that `uniforms` [b, 1] fall on in `weights` [b, n], and how far into it they reach, in [0, 1)."""
+    sums = weights.cumsum(-1)
+    below_total = torch.nextafter(sums[:, -1:], torch.zeros_like(uniforms))  # rounding must not lead beyond the end
+    targets = torch.minimum(uniforms * sums[:, -1:], below_total)
+    place = torch.searchsorted(sums, targets, right=True).clamp_(max=weights.shape[-1] - 1)  # only NaN leads beyond
+    mass = weights.gather(-1, place)
+    return place, ((targets - sums.gather(-1, place) + mass) / mass).clamp(0, 1)
+
+
+def keep_min_p(logits: Tensor, p: float) -> Tensor:
+    """Returns the tokens that are at least `p` times as likely as the likeliest, the others −∞ (arXiv:2407.01082)."""
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
+
+
+def keep_top_k(logits: Tensor, k: int) -> Tensor:
+    """Returns the k largest logits of each row, the others −∞. Ties with the k-th stay."""
+    threshold = logits.topk(k, dim=-1).values[:, -1:]
+    return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, p: float) -> Tensor:
+    """The smallest set of most likely tokens whose probability reaches p, the others −∞ (nucleus, arXiv:1904.09751)."""
+    ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+    beyond = ordered.cumsum(-1) - ordered >= p  # the mass before this token already reaches p
+    return logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)

@@ -1,38 +1,47 @@
 """Plays the roles of one worker process, on one device.
 
 Actor and rollout share a process: the rollout samples from the actor's own weights, or copies them in memory.
+`StandaloneRollout` is an engine with the model of a folder, for commands that generate and do not train.
 """
 
-from collections.abc import Collection
-from contextlib import ExitStack, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from configs.errors import warns_of_close
+from configs.errors import ConfigError, warns_of_close
+from configs.extras import find
 from configs.import_utils import load_modules
-from configs.schema import Config, ModelConfig, OptimConfig
-from data.pretrained import load_tokenizer
+from configs.process import worker_threads
+from configs.schema import Config, ModelConfig, OptimConfig, PretrainedModelConfig, RolloutConfig
+from data.pretrained import check_is_decoder, check_positions, load_model_config, load_tokenizer
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.types import SamplingParams
 from training.environment import worker_env_setup
 from training.mini_batches import first_policy_step
-from training.roles import ROLES
+from training.roles import ROLES, needed_roles
 from workers.agent_loop import AgentLoop
 from workers.collectives import common_notice, group_size, rank
 from workers.engine import TrainEngine, compute_dtype, precision_notice
 from workers.forward import forward_of
-from workers.load_rollout import build_rollout as build_engine
-from workers.load_rollout import generate_batch, load_rollout_class
-from workers.memory_needs import memory_report
 from workers.models import MODEL_KEY, load_causal_lm, load_value_model, training_device
-from workers.parallel import layout_of
-from workers.rollout import Rollout
-from workers.weight_sync import weight_sync
+from workers.parallel import Replicas, layout_of
+from workers.rollout import Rollout, generate_batch, load_rollout_class
+from workers.rollout import build_rollout as build_engine
+from workers.weight_sync import sync_class
+
+GIB = 1 << 30
 
 
 class ModelWorker:
@@ -113,7 +122,7 @@ class ColocatedRollout:
     policy: TrainEngine
 
     def __post_init__(self) -> None:
-        self.sync = weight_sync(self.engine, self.policy)
+        self.sync = sync_class()(self.engine, self.policy)
 
     @cached_property
     def agent_loop(self) -> AgentLoop:
@@ -178,3 +187,91 @@ def files_of_rows(config: Config) -> list[str]:
     """Lists the user's files whose objects rows may carry: rows from Ray unpickle only where these are loaded."""
     files = [config.env.path if config.env.id else None, config.data.custom_cls.path]
     return [file for file in files if file]
+
+
+class StandaloneRollout:
+    """The engine that `rollout.name` names, around the model at `model.path`, or, if it is a server, around the
+    server's, which should be the same.
+
+    Args:
+        n_threads: CPU threads; None: OMP_NUM_THREADS, else the cores.
+
+    Attributes:
+        engine: the engine; call it within `precision`.
+        vocab_size: token ids of the model are 0 to this number − 1.
+
+    Raises:
+        ValueError: no such model or engine, or lengths that the model was not made for.
+    """
+
+    def __init__(
+        self, model: ModelConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, n_threads: int | None
+    ) -> None:
+        torch.set_num_threads(worker_threads(n_threads).number)
+        load_modules(model.external_lib)
+        self.device = training_device(n_gpus=None)
+        engine_class = load_rollout_class(rollout.name)
+        engine_class.check(rollout, workers=1, gpus=int(self.device.type == "cuda"))
+        longest = rollout.prompt_length + rollout.response_length
+        model_config = load_model_config(model, model.path, "model.path")
+        check_is_decoder(model_config, "model.path")
+        check_positions(model_config, longest, "model.path", "data.max_prompt_length + max_response_length")
+        find("adapter", model.adapter).check_settings(model, "model")
+        self.vocab_size = model_config.get_text_config().vocab_size
+        self.dtype = compute_dtype("auto", self.device)
+        module = load_causal_lm(model, self.device, self.dtype, longest)
+        with self.precision():  # an engine may try what it can do, in the precision that it will do it in
+            self.engine = build_engine(engine_class, rollout, tokenizer, module)
+        if not engine_class.elsewhere:
+            self.engine.load_weights(module.adapter.weights(module), version=0)
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """The compute precision of a run on this device, for the thread that enters it."""
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            yield
+
+
+def memory_report(config: Config, layouts: Mapping[str, Replicas], card: int) -> str:
+    """Says in a line what the models of a run take of each GPU, which has `card` bytes: weights, gradients, moments.
+
+    Raises:
+        ConfigError: they do not fit, or not beside the engine's share; names the keys to turn.
+    """
+    held, rollout = model_bytes(config, layouts), config.actor_rollout_ref.rollout
+    share = int(rollout.gpu_memory_utilization * card) if rollout.name == "vllm" else 0
+    parts = " + ".join(f"{role} {size / GIB:.1f}" for role, size in held.items())
+    if sum(held.values()) + share > card:
+        engine = f" beside the {share / GIB:.1f} of rollout.gpu_memory_utilization" if share else ""
+        raise ConfigError(
+            f"actor_rollout_ref.model.path: models take {parts} GiB{engine}, and the GPU has {card / GIB:.1f}. More "
+            "GPUs, fsdp_config.optimizer_offload=true or a smaller model need less."
+        )
+    return f"models take {parts} of the GPU's {card / GIB:.1f} GiB, activations come on top."
+
+
+def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, int]:
+    """Counts the bytes of a GPU that the models of each role take."""
+    policy, roles = config.actor_rollout_ref, needed_roles(config)
+    size = parameter_count(policy.model, policy.model.path, "actor_rollout_ref.model.path", AutoModelForCausalLM)
+    trains_all = policy.model.adapter == "none"
+    held = {"actor": layouts["policy"].bytes_held(size, policy.actor.optim if trains_all else None)}
+    if "ref" in roles and trains_all:
+        held["ref"] = layouts["ref"].bytes_held(size, None)
+    if "critic" in roles:
+        path, kind = config.critic.model.path, AutoModelForTokenClassification
+        size = parameter_count(policy.model, path, "critic.model.path", kind)
+        held["critic"] = layouts["policy"].bytes_held(size, config.critic.optim)
+    if "rm" in roles:
+        judge = config.reward.reward_model.model
+        size = parameter_count(judge, judge.path, "reward.reward_model.model.path", AutoModelForSequenceClassification)
+        held["rm"] = layouts["rm"].bytes_held(size, None)
+    return held
+
+
+def parameter_count(settings: PretrainedModelConfig, path: str | None, key: str, auto_class: type) -> int:
+    """Counts a model's numbers, without its weights in memory; shared ones count once."""
+    config = load_model_config(settings, path, key)
+    with torch.device("meta"):
+        model = auto_class.from_config(config, trust_remote_code=settings.trust_remote_code)
+    return sum(weight.numel() for weight in model.parameters())

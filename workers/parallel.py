@@ -1,9 +1,8 @@
 """How a model is spread over workers: the hook `parallel`. The core's: each has all of it, and gradients are summed."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,10 +14,8 @@ from transformers import PreTrainedModel
 from configs.errors import ConfigError
 from configs.extras import absence, find, has
 from configs.schema import Config, OptimConfig
-from workers.collectives import gather, group_size, rank
-from workers.rollout import Checksums, bit_sum
+from workers.collectives import group_size
 
-NO_SCALES: Mapping[str, float] = MappingProxyType({})
 BUCKET = 64 << 20  # numbers that are summed at once
 
 
@@ -129,21 +126,6 @@ class Replicas:
     def part(self, tensor: Tensor, like: Tensor | None) -> Tensor:
         """Returns this worker's part of a `tensor` that each has whole, cut as `like` is."""
         return tensor
-
-    def sums(self, model: nn.Module, dtype: torch.dtype, scales: dict[str, float]) -> Checksums:
-        """Computes the checksum of each whole parameter in `dtype`, times its scale. All workers call this together."""
-        own = self.whole_sums(model, dtype, scales)
-        first = gather(own.sums if rank() == 0 else None)[0]
-        if own.sums != first:
-            different = [name for name in own.sums if own.sums[name] != first[name]]
-            raise RuntimeError(f"worker {rank()} holds other weights than the first: {', '.join(different[:5])}.")
-        return own
-
-    def whole_sums(self, model: nn.Module, dtype: torch.dtype, scales: Mapping[str, float] = NO_SCALES) -> Checksums:
-        """Computes within `whole` what `sums` does, of what this worker holds now."""
-        values = {name: weight.detach() for name, weight in model.named_parameters()}
-        values |= {name: values[name].to(dtype) * scale for name, scale in scales.items()}
-        return Checksums(dtype, {name: bit_sum(value, dtype) for name, value in values.items()})
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

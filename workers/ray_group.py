@@ -24,10 +24,10 @@ from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
-from workers.load_rollout import load_rollout_class
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.parallel import layout_of
+from workers.rollout import load_rollout_class
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60

@@ -1,26 +1,29 @@
 """The contract of every rollout engine: token ids in, token ids out.
 
 Requests are added at any time, each with its own sampling and seed; `step` advances them, and hands out those that
-finished. An engine implements `step`, or `generate` alone, which takes a batch of requests and returns when all have
-finished: each works through the other. `generate_sequences`, the rollout of a batch of prompts, is written once on top;
-an engine that defines it itself is asked for whole batches alone (workers/load_rollout.py).
+finished. An engine implements `step`, or `generate` alone, which answers a batch of requests: each works through the
+other. `generate_sequences`, the rollout of a batch of prompts, is written once on top; an engine that defines it itself
+may return as little as `responses` with a mask, and `generate_batch` makes the other columns.
 Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name=my_engine.py` names the file of a
 subclass of yours, and `my_engine.py:Class` one of several in it.
 """
 
+import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice_once
-from configs.import_utils import callable_name
+from configs.extras import TABLE, find, present
+from configs.import_utils import bind, callable_name, load_module, split_object
 from configs.schema import RolloutConfig
 from data.padding import collate
 from data.pretrained import template_terminator
@@ -34,28 +37,11 @@ OPTIONAL = (  # settings that some engines do not read
     "enable_chunked_prefill", "load_format", "tensor_model_parallel_size",
 )  # fmt: skip
 COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
-
-
-@dataclass(frozen=True)
-class Checksums:
-    """The bits of weights in `dtype`, added up: by name, modulo the numbers that as many bits have.
-
-    Weights that lie side by side in one tensor, in any order, or in parts, or padded by zeros, have the same total.
-    """
-
-    dtype: torch.dtype
-    sums: dict[str, int]
-
-    def total(self, without: Collection[str] = ()) -> int:
-        """Adds up all but these names."""
-        return sum(found for name, found in self.sums.items() if name not in without) % (1 << 8 * self.dtype.itemsize)
-
-
-def bit_sum(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Adds up the bits of each number of `tensor`, in `dtype`, as an integer of their size, which may overflow."""
-    bits = BITS[dtype.itemsize]
-    return tensor.detach().to(dtype).contiguous().view(bits).sum(dtype=bits).item() % (1 << 8 * dtype.itemsize)
+RULE = (
+    "generate_sequences must return a DataProto with a row for each prompt, in their order: the tensor responses "
+    "[B, R] of token ids, beside attention_mask ([B, P+R] or [B, R]: what is no padding), response_mask ([B, R]: what "
+    "the policy produced) or both, and rollout_log_probs [B, R] if it knows them"
+)
 
 
 class Rollout:
@@ -69,8 +55,7 @@ class Rollout:
     Attributes:
         own_weights: whether it samples from a copy of the actor's weights, which `load_weights` has to bring, and not
             from the actor's own module.
-        elsewhere: whether that copy is in a server, which was started with a model of its own: only a trainer exchanges
-            its weights.
+        elsewhere: whether that copy is in a server, whose weights only a trainer exchanges.
         is_probed: of one without a copy: whether what it draws is held against the trainer now and then all the same.
         takes_adapter: whether it adds LoRA's matrices itself: `load_adapter` brings them at every sync, `load_weights`
             the frozen model where it has `lost_weights`.
@@ -92,10 +77,9 @@ class Rollout:
         super().__init_subclass__(**kwargs)
         if all(vars(Rollout)[name] is getattr(cls, name) for name in ("generate", "step", "generate_sequences")):
             raise TypeError(
-                f"{cls.__name__} cannot generate: a subclass of workers.rollout.Rollout defines "
-                "generate(requests) -> list[Completion], in the order of the requests, or step() -> list[Completion], "
-                "which advances the requests that it takes from self.waiting and returns those that finished, or "
-                "generate_sequences(prompts) -> DataProto, which answers a whole batch."
+                f"{cls.__name__} cannot generate: it must define generate(requests) -> list[Completion], in their "
+                "order, or step() -> list[Completion], which takes requests from self.waiting and returns those that "
+                "finished, or generate_sequences(prompts) -> DataProto."
             )
 
     @classmethod
@@ -142,12 +126,10 @@ class Rollout:
         """Returns the ids that end a response: the engine's own, and those that were asked for."""
         return self.stop_ids.union(sampling.stop_token_ids)
 
-    def add(self, request: Request) -> None:
-        """Queues `request`, which may join while others are running.
+    # Requests come, are answered, and go.
 
-        Raises:
-            ValueError: the engine cannot answer it.
-        """
+    def add(self, request: Request) -> None:
+        """Queues `request`, which may join while others are running; raises ValueError if it cannot be answered."""
         assert request.id not in self.waiting, f"request {request.id} is waiting already"
         assert request.id not in self.running, f"request {request.id} is running already"
         self.waiting[request.id] = request
@@ -181,8 +163,7 @@ class Rollout:
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         """Token ids and log-probs of the running requests in `seen`, beyond the first `seen[id]`, for those who stream.
 
-        They were added as `piecewise`. An engine that cannot look into running requests has none: all comes with the
-        completion.
+        They were added as `piecewise`. An engine that cannot look into running requests has none.
         """
         return {}
 
@@ -205,6 +186,33 @@ class Rollout:
         assert not missing, f"{type(self).__name__} ran dry without completions of the requests {missing}"
         return [done[request.id] for request in requests]
 
+    def generate_sequences(
+        self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
+    ) -> DataProto:
+        """Returns `prompts` (column raw_prompt_ids) with the columns of a rollout (data/padding.py: collate).
+
+        P is prompt_length, R response_length. Row i draws by `seed` and by `first_row` + i, its place in the whole of
+        which these prompts may be one worker's share.
+        """
+        requests = [
+            Request(row, list(ids), sampling, derive_seed(seed, "row", first_row + row))
+            for row, ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"])
+        ]
+        completions = self.generate(requests) if requests else []  # a share may be without rows
+        check_completions(f"the engine {callable_name(type(self))}", requests, completions)
+        samples = [sample_of(request, done) for request, done in zip(requests, completions, strict=True)]
+        rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
+        further = [name for name in prompts.tensors if name not in rollouts]
+        return rollouts.union(prompts.select(further))
+
+    @contextmanager
+    def together(self) -> Iterator[bool]:
+        """Within the block the engine is asked; whether this worker asks. Where an engine is split over workers, all of
+        them enter it at once, and the others do first what the one that asks tells them."""
+        yield True
+
+    # Weights and memory come and go.
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Samples from these weights from now on; whatever was cached under the old ones is dropped.
 
@@ -214,12 +222,23 @@ class Rollout:
         assert not self.has_unfinished_requests(), "the weights would change under requests in flight: abort them first"
         self.weight_version = version
 
-    def held_weights(self) -> Checksums | None:
-        """Returns the checksums of the weights that it samples from now, under names of its own; None: it cannot say.
+    def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
+        """Returns what `WeightSync.held_weights` says of the model in use; None: it cannot say.
 
         Called before the first `load_weights` and after each.
         """
         return None
+
+    def sleep(self) -> None:
+        """Gives memory back until `wake_up`, where the engine has any to give."""
+
+    def wake_up(self) -> None:
+        """Takes the memory again that `sleep` gave back."""
+
+    def close(self) -> None:
+        """Ends the engine, which is not asked again."""
+
+    # For engines by a library or a server.
 
     def _at_least_one(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Returns `weights`; raises ValueError if there are none."""
@@ -227,9 +246,8 @@ class Rollout:
         first = next(remaining, None)
         if first is None:
             raise ValueError(
-                f"the {self.config.name} engine was given no weights for version {self.weight_version}: it would go on "
-                "sampling from the old ones. load_weights takes all of the actor's (workers/engine.py: "
-                "TrainEngine.weights)."
+                f"the {self.config.name} engine was given no weights for version {self.weight_version}: load_weights "
+                "takes all of the actor's (TrainEngine.weights)."
             )
         return chain([first], remaining)
 
@@ -252,71 +270,176 @@ class Rollout:
     def _completion(
         self, request: Request, token_ids: list[int], log_probs: list[float | None], finish_reason: str
     ) -> Completion:
-        """Returns the completion that a server or library gave, whose finish_reason may be "abort".
-
-        Raises:
-            FloatingPointError: a log-prob is no finite number.
-            ValueError: an unknown finish_reason.
-        """
+        """Returns the completion that a server or library gave, whose finish_reason may be "abort"; raises
+        FloatingPointError for a log-prob that is no finite number, ValueError for an unknown finish_reason."""
         reason = "aborted" if finish_reason == "abort" else finish_reason
-        found = check_finite(log_probs, request, self.weight_version)
-        return Completion(request.id, token_ids, found, reason, self.weight_version)
+        log_probs = check_finite(log_probs, request, self.weight_version)
+        return Completion(request.id, token_ids, log_probs, reason, self.weight_version)
 
-    def sleep(self) -> None:
-        """Gives memory back until `wake_up`, where the engine has any to give."""
 
-    def wake_up(self) -> None:
-        """Takes the memory again that `sleep` gave back."""
+def load_rollout_class(name: str) -> type[Rollout]:
+    """Returns the engine that rollout.name names: a shipped one, or the subclass in a file or module.
 
-    @contextmanager
-    def together(self) -> Iterator[bool]:
-        """Within the block the engine is asked; whether this worker asks. Where an engine is split over workers, all of
-        them enter it at once, and the others do first what the one that asks tells them."""
-        yield True
+    Raises:
+        ValueError: there is none, or several, or it cannot be called with what a worker has.
+    """
+    key, (path, chosen) = f"{KEY}.name={name}", split_object(name)
+    if name in TABLE["engine"] or chosen:
+        engines = [find("engine", name, f"{KEY}.name")]
+    else:
+        module = load_module(path)
+        engines = [value for value in vars(module).values() if is_engine(value) and value.__module__ == module.__name__]
+        engines = list(dict.fromkeys(engines))
+    if len(engines) != 1 or not is_engine(engines[0]):
+        names = [value.__name__ if isinstance(value, type) else repr(value) for value in engines]
+        choice = f"one of them, e.g. {path}:{names[0]}" if len(names) > 1 else f"from {', '.join(present('engine'))}"
+        raise ValueError(
+            f"{key}: the file must define exactly one subclass of workers.rollout.Rollout, it defines {names}. Choose "
+            f"{choice}."
+        )
+    [engine_class] = engines
+    constructor_arguments(engine_class, key, None, None, None)
+    call_arguments(partial(engine_class.generate_sequences, None), key, None, None, 0, 0)
+    return engine_class
 
-    def close(self) -> None:
-        """Ends the engine, which is not asked again."""
 
-    def generate_sequences(
-        self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
-    ) -> DataProto:
-        """Returns `prompts` (column raw_prompt_ids) with the columns of a rollout (data/padding.py: collate).
+def is_engine(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Rollout)
 
-        P is prompt_length, R response_length. Row i draws by `seed` and by `first_row` + i, its place in the whole of
-        which these prompts may be one worker's share.
-        """
-        requests = [
-            Request(row, list(ids), sampling, derive_seed(seed, "row", first_row + row))
-            for row, ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"])
-        ]
-        completions = self.generate(requests) if requests else []  # a share may be without rows
-        check_completions(f"the engine {callable_name(type(self))}", requests, completions)
-        samples = [sample_of(request, done) for request, done in zip(requests, completions, strict=True)]
-        rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
-        further = [name for name in prompts.tensors if name not in rollouts]
-        return rollouts.union(prompts.select(further))
+
+def build_rollout(
+    engine_class: type[Rollout], config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> Rollout:
+    """Builds an engine; what every one has is there before its own constructor runs, which may know nothing of it."""
+    engine = engine_class.__new__(engine_class)
+    Rollout.__init__(engine, config, tokenizer, model)
+    engine.__init__(**constructor_arguments(engine_class, engine_class.__name__, config, tokenizer, model))
+    return engine
+
+
+def constructor_arguments(
+    engine_class: type[Rollout], key: str, config: Any, tokenizer: Any, model: Any
+) -> dict[str, Any]:
+    """Returns what the class names of config, tokenizer, model (or module); raises ValueError if it needs more."""
+    offered = {"config": config, "tokenizer": tokenizer, "model": model}
+    if "module" in inspect.signature(engine_class).parameters:
+        offered["module"] = model
+    return bind(engine_class, offered, key=key).keywords
+
+
+def call_arguments(
+    function: Callable, key: str, prompts: Any, sampling: SamplingParams | None, seed: int, first_row: int
+) -> partial:
+    """Binds a generate_sequences to the prompts, and to what it names of the others, or with *args to all."""
+    positional, optional = {"prompts": prompts}, {"sampling": sampling, "seed": seed, "first_row": first_row}
+    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values()):
+        positional |= optional
+    return bind(function, optional, key=key, positional=positional)
+
+
+def generate_batch(
+    engine: Rollout, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int
+) -> DataProto:
+    """Returns `prompts` with the columns of a rollout, by the engine's generate_sequences, whoever wrote it.
+
+    One of the user's gets input_ids, attention_mask and position_ids [B, P] as well, and in meta_info how to sample.
+
+    Raises:
+        ValueError: it returned anything but a row for each prompt, or too little to know what was sampled.
+    """
+    if type(engine).generate_sequences is Rollout.generate_sequences or not len(prompts):
+        return Rollout.generate_sequences(engine, prompts, sampling, seed, first_row)
+    samples = [Sample(list(ids)) for ids in prompts.raw_prompt_ids]
+    batch = collate(samples, engine.config.prompt_length, 0, engine.pad_token_id)
+    padded = {name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    stop_ids = engine.all_stop_ids(sampling)
+    special = {"pad_token_id": engine.pad_token_id, "eos_token_id": sorted(stop_ids)}
+    meta = {**vars(sampling), "response_length": sampling.max_tokens, **special}
+    batch = DataProto.from_dict({**prompts.tensors, **padded}, prompts.non_tensor_batch, {**prompts.meta_info, **meta})
+    ask = call_arguments(engine.generate_sequences, callable_name(type(engine)), batch, sampling, seed, first_row)
+    with torch.no_grad():
+        result = ask()
+    return fill_rollout_columns(engine, result, prompts, stop_ids)
+
+
+def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_ids: set[int]) -> DataProto:
+    """Adds the columns of a rollout to `prompts`, from what an engine returned, and the columns that it added."""
+    name, config = f"the engine {callable_name(type(engine))}", engine.config
+    if not isinstance(result, DataProto) or len(result) != len(prompts):
+        returned = f"{len(result)} rows for {len(prompts)} prompts" if isinstance(result, DataProto) else repr(result)
+        raise ValueError(f"{name} returned {returned}: {RULE}.")
+    columns = result.tensors
+    responses, real, policy = response_columns(columns, name)
+    check_prompts(columns, prompts, name)
+    if (longest := int(real.sum(1).max())) > config.response_length:
+        raise ValueError(
+            f"{name} returned a response of {longest} tokens: at most {KEY}.response_length={config.response_length}."
+        )
+    log_probs, samples = columns.get("rollout_log_probs", torch.zeros(responses.shape)), []
+    for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
+        ids, kept = responses[row][real[row]].tolist(), real[row]
+        reason = "aborted" if not ids else "terminated" if ids[-1] in stop_ids else "max_tokens"
+        sample = Sample(list(prompt_ids), end_reason=reason)
+        sample.extend(ids, log_probs[row][kept].tolist(), policy=True, weight_version=engine.weight_version)
+        sample.policy_mask = policy[row][kept].long().tolist()
+        samples.append(sample)
+    batch = collate(samples, config.prompt_length, config.response_length, engine.pad_token_id)
+    if "rollout_log_probs" not in columns:
+        batch.pop(["rollout_log_probs"])
+    batch = batch.union(prompts)
+    batch.batch.update({column: values for column, values in columns.items() if column not in batch})
+    further = {column: values for column, values in result.non_tensor_batch.items() if column not in prompts}
+    batch.non_tensor_batch.update(further)
+    return batch
+
+
+def response_columns(columns: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns token ids, which are no padding, and which of those are the policy's: [B, R], the last two bool."""
+    responses = columns.get("responses", torch.zeros(()))
+    masks = {mask: columns[mask] for mask in ("attention_mask", "response_mask") if mask in columns}
+    if responses.ndim != 2 or responses.is_floating_point() or not masks:
+        shapes = {column: list(values.shape) for column, values in columns.items()}
+        raise ValueError(f"{name} returned the tensors {shapes}: {RULE}.")
+    width = responses.shape[1]
+    for column in ("attention_mask", "response_mask", "rollout_log_probs"):
+        shape = list(columns.get(column, responses).shape)
+        if len(shape) != 2 or shape[0] != len(responses) or shape[1] < width:
+            raise ValueError(f"{name} returned responses {list(responses.shape)} and {column} {shape}: {RULE}.")
+    masks = {mask: values[:, values.shape[1] - width :].bool() for mask, values in masks.items()}
+    policy = masks.get("response_mask", masks.get("attention_mask"))
+    up_to_the_last = policy.flip(1).cumsum(1).flip(1) > 0
+    real = masks.get("attention_mask", up_to_the_last)
+    return responses, real, policy & real
+
+
+def check_prompts(columns: dict[str, Tensor], prompts: DataProto, name: str) -> None:
+    """Raises ValueError if the prompts in input_ids, where it is there, are not those that were given."""
+    if "input_ids" not in columns or columns["input_ids"].shape != columns.get("attention_mask", torch.zeros(())).shape:
+        return
+    width = columns["input_ids"].shape[1] - columns["responses"].shape[1]
+    for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
+        mask = columns["attention_mask"][row, :width].bool()
+        if columns["input_ids"][row, :width][mask].tolist() != list(prompt_ids):
+            raise ValueError(f"{name} returned another prompt in row {row} of input_ids than it was given: {RULE}.")
 
 
 def check_completions(name: str, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
     """Raises ValueError unless what the engine called `name` returned is one completion for each request, in
     their order, with a log-prob for each token, and no more tokens than were asked for."""
     rule = "generate must return a list of one Completion for each request, in the order of the requests"
-    strangers = [completions] if not isinstance(completions, list | tuple) else completions
-    if strange := [type(one).__name__ for one in strangers if not isinstance(one, Completion)]:
+    results = [completions] if not isinstance(completions, list | tuple) else completions
+    if strange := [type(one).__name__ for one in results if not isinstance(one, Completion)]:
         raise ValueError(f"{name} returned {strange[0]}: {rule}.")
     if len(completions) != len(requests):
         raise ValueError(f"{name} returned {len(completions)} completions for {len(requests)} requests: {rule}.")
-    for place, (request, done) in enumerate(zip(requests, completions, strict=True)):
+    for request, done in zip(requests, completions, strict=True):
         if done.id != request.id:
-            raise ValueError(
-                f"{name} returned the completion of request {done.id} where that of request {request.id} belongs, at "
-                f"place {place}: {rule}."
-            )
+            raise ValueError(f"{name} returned that of request {done.id} where that of {request.id} belongs: {rule}.")
         tokens, log_probs, most = len(done.token_ids), len(done.log_probs), request.sampling.max_tokens
         if log_probs != tokens or tokens > most:
             raise ValueError(
-                f"{name} returned {tokens} token_ids and {log_probs} log_probs for request {request.id}: there must be "
-                f"a log-prob for each token, and at most request.sampling.max_tokens={most} tokens."
+                f"{name} returned {tokens} token_ids and {log_probs} log_probs for request {request.id}: a log-prob "
+                f"for each token, and at most request.sampling.max_tokens={most} tokens."
             )
 
 
@@ -336,20 +459,12 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Genera
     """generation_config's eos ids ∪ the tokenizer's eos ∪ the special token that ends a turn in its chat template."""
     declared = generation_config.eos_token_id if generation_config else None
     declared = declared if isinstance(declared, list) else [declared]
-    found = {*declared, tokenizer.eos_token_id, template_terminator(tokenizer)}
-    return {token_id for token_id in found if token_id is not None}
+    return {*declared, tokenizer.eos_token_id, template_terminator(tokenizer)} - {None}
 
 
 def check_request(request: Request, vocab_size: int, longest: int | None, limit: str = "the model's positions") -> None:
-    """Refuses what cannot be answered by a model with so many token ids, in sequences of at most `longest` tokens.
-
-    Args:
-        longest: None: any number.
-        limit: what sets `longest`.
-
-    Raises:
-        ValueError: an empty prompt, an unknown token id, no token asked for, or a sequence too long.
-    """
+    """Raises ValueError for an empty prompt, an unknown token id, no token asked for, or a sequence above `longest`
+    (None: there is no limit), which `limit` sets."""
     ids, max_tokens = request.prompt_ids, request.sampling.max_tokens
     if not ids:
         raise ValueError(f"request {request.id} has an empty prompt: a response needs a token to follow.")
@@ -363,7 +478,7 @@ def check_request(request: Request, vocab_size: int, longest: int | None, limit:
     if longest and len(ids) + max_tokens > longest:
         raise ValueError(
             f"request {request.id}: {len(ids)} tokens of prompt and max_tokens={max_tokens} are more than {longest}, "
-            f"{limit}: shorten the prompt (data.max_prompt_length) or the response (data.max_response_length)."
+            f"{limit}: lower data.max_prompt_length or data.max_response_length."
         )
 
 
@@ -389,6 +504,6 @@ def divergence(weight_version: int, where: str) -> FloatingPointError:
     """Returns the error of logits that nothing can be drawn from, found in `where`."""
     return FloatingPointError(
         f"the policy's logits are NaN or infinite after {weight_version} updates of its weights, in {where}: it has "
-        "diverged, most often by a learning rate too high (actor_rollout_ref.actor.optim.lr). Start again from an "
-        "earlier checkpoint, with a lower one. Before any update, the model's own weights are broken."
+        "diverged. Go on from an earlier checkpoint with a lower actor_rollout_ref.actor.optim.lr. Before any update, "
+        "the model's own weights are broken."
     )

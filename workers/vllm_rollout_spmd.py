@@ -1,12 +1,10 @@
 """Rollouts by vLLM, in the worker's own process: requests join at any step, and equal prompts share their cache.
 
 Its weights are a copy, in vLLM's layout: the engine starts from the model's config alone, and samples from what
-`load_weights` brought last. Every worker has an engine of its own, of whole weights, or, with
-tensor_model_parallel_size, a part of one. vLLM's external launcher splits a model so: each worker has a part of the
-weights, and all must do the same things in the same order. The first of them leads: it alone has rows to answer, and
-announces each thing to the others before it does it (`Lockstep`). vLLM is imported lazily: this module loads where vLLM
-is not installed. What vLLM changes in the process when it starts or ends is put back (workers/vllm_setup.py); while it
-steps, it may only draw random numbers.
+`load_weights` brought last. Every worker has an engine of its own, or, with tensor_model_parallel_size, a part of one:
+then all parts must do the same things in the same order, so the first of them, which alone has rows to answer,
+announces each thing to the others (`Lockstep`). vLLM is imported lazily: this module loads where it is not installed.
+What vLLM changes in the process when it starts or ends is put back (workers/vllm_setup.py).
 """
 
 import copy
@@ -31,10 +29,9 @@ from configs.errors import ConfigError
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
-from workers.rollout import KEY, Checksums, Rollout, check_finite, check_request, check_temperature
-from workers.vllm_setup import engine_settings, held_weights, note_checksums, process_as_it_is, vllm_process
-
-SEGMENTS = "nano_verl_"  # begins the names of segments; behind it stands the process id of the run's first worker
+from workers.rollout import KEY, Rollout, check_finite, check_request, check_temperature
+from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
+from workers.weight_sync import sync_class
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +49,7 @@ class vLLMRollout(Rollout):
     def check(cls, config: RolloutConfig, workers: int, gpus: int) -> None:
         if find_spec("vllm") is None:
             raise ConfigError(
-                f"{KEY}.name={config.name}: vLLM is not installed here. `make setup-vllm` installs it; or set {KEY}"
-                ".name=hf."
+                f"{KEY}.name={config.name}: vLLM is not installed here. `make setup-vllm`, or set {KEY}.name=hf."
             )
         if workers % (parts := config.tensor_model_parallel_size):
             raise ConfigError(
@@ -113,8 +109,7 @@ class vLLMRollout(Rollout):
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """Within the block the leader asks, where the model is split over workers; the others do the same before it,
-        and then have nothing to do."""
+        """Where the model is split over workers: in the block the leader asks; before it, others do what it does."""
         leads = self.lockstep.place == 0
         if not leads:
             verbs = {"step": self._step, "abort": self._abort}
@@ -164,9 +159,9 @@ class vLLMRollout(Rollout):
             assert self.engine.add_lora(LoRARequest("adapter", 1, folder, load_inplace=True)), "vLLM refuses an adapter"
         self.engine.reset_prefix_cache()
 
-    def held_weights(self) -> Checksums | None:
-        [found] = self.engine.collective_rpc(held_weights)
-        return found
+    def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
+        [held] = self.engine.collective_rpc(sync_class().held_by_vllm)
+        return held
 
     def sleep(self) -> None:
         """Weights and cache are dropped: the trainer has the weights. On a CPU nothing is to be gained."""
@@ -182,7 +177,6 @@ class vLLMRollout(Rollout):
         self._wake("weights", "kv_cache")
 
     def _wake(self, *parts: str) -> None:
-        """In this order: weights first, so that new ones can be loaded before the cache takes its memory."""
         for part in parts:
             if part in self.asleep:
                 self.engine.wake_up(tags=[part])
@@ -236,14 +230,12 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> A
         from vllm import EngineArgs, LLMEngine
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-        note_checksums(UnquantizedLinearMethod)
+        sync_class().prepare_vllm(UnquantizedLinearMethod)
         try:
             arguments = EngineArgs(**settings)
         except TypeError as error:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.engine_kwargs.vllm={config.engine_kwargs.get('vllm')}: {error}. The keys "
-                "are those of vllm.EngineArgs."
-            ) from error
+            own = config.engine_kwargs.get("vllm")
+            raise ValueError(f"{KEY}.engine_kwargs.vllm={own}: {error}. The keys are vllm.EngineArgs'.") from error
         with torch.autocast(model.device.type, enabled=False):
             split_on_cpu = config.tensor_model_parallel_size > 1 and model.device.type == "cpu"
             with segments_of_this_run() if split_on_cpu else nullcontext():
@@ -252,17 +244,15 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> A
 
 @contextmanager
 def segments_of_this_run() -> Iterator[None]:
-    """Names the memory that the parts of a split engine share on a CPU after this run alone, and removes all names of
-    shared memory when the block ends, as all parts have it by then.
+    """Names the memory that the parts of a split engine share on a CPU after this run alone, and removes the names when
+    the block ends, as all parts have it by then; all ranks enter it together.
 
-    By itself vLLM has the same names in every run, and a worker that is killed leaves them behind, so that no later run
-    starts. What runs left that were killed within the block is removed. All ranks enter the block together.
+    By itself vLLM has the same names in every run, and one that is killed leaves them, so that no later run starts.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
     from vllm.distributed.parallel_state import get_tp_group
 
-    remove_left_behind()
-    run, group_name = gather(f"{SEGMENTS}{os.getpid()}_{uuid4().hex}")[0], SharedMemory.make_group_name
+    run, group_name = gather(f"nano_verl_{uuid4().hex}")[0], SharedMemory.make_group_name
 
     def name_after_run(communicator: Any) -> str:
         os.environ["VLLM_DIST_IDENT"] = run  # vLLM's worker has set what every run has
@@ -281,18 +271,9 @@ def segments_of_this_run() -> Iterator[None]:
             segment.unlink(missing_ok=True)
 
 
-def remove_left_behind() -> None:
-    """Removes the segments of `segments_of_this_run` whose run has ended."""
-    for segment in Path("/dev/shm").glob(f"{SEGMENTS}*"):
-        pid, _, _ = segment.name.removeprefix(SEGMENTS).partition("_")
-        if not Path(f"/proc/{pid}").exists():
-            segment.unlink(missing_ok=True)
-
-
 def config_folder(model: PreTrainedModel) -> Path:
-    """Writes the config that vLLM builds the model from into a folder beside vLLM's caches, named after its content.
-
-    vLLM looks up what it has compiled by the name of the model's folder: with another one it would compile anew.
+    """Writes the config that vLLM builds the model from into a folder beside vLLM's caches, named after its content: by
+    that name vLLM looks up what it has compiled.
 
     Raises:
         ValueError: nothing can be written there; names the variable.
@@ -310,7 +291,6 @@ def config_folder(model: PreTrainedModel) -> Path:
         new.rename(kept)
     except OSError:  # an earlier run's, or another worker's
         shutil.rmtree(new)
-        assert (kept / "config.json").exists(), f"{kept} is no folder of ours"
     return kept
 
 
@@ -346,8 +326,8 @@ class Lockstep:
     def receive(self) -> Iterator[Any]:
         """Yields what the leader broadcasts, until that is None."""
         while True:
-            heard = [None]
-            dist.broadcast_object_list(heard, src=self.leader, group=self.group)
-            if heard[0] is None:
+            order = [None]
+            dist.broadcast_object_list(order, src=self.leader, group=self.group)
+            if order[0] is None:
                 return
-            yield heard[0]
+            yield order[0]

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from configs.schema import RolloutConfig
 from data.seeding import forked_rng
-from workers.rollout import Checksums, bit_sum, longest_sequence
+from workers.rollout import KEY, longest_sequence
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
@@ -27,7 +26,6 @@ VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # of its warnings, ten come at every start, and some for every tensor of a sync
     "VLLM_NO_USAGE_STATS": "1",
 }
-NOTED = "checksum_before_packing"  # attribute of a layer
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}  # the first generation compiles nothing: 17 to 37 s less
 
 
@@ -86,8 +84,8 @@ def vllm_rank(rank: int) -> int:
     fitting = [size for size in LORA_RANKS if size >= rank]
     if not fitting:
         raise ValueError(
-            f"actor_rollout_ref.rollout.load_lora=adapter: vLLM takes adapters of rank {LORA_RANKS[-1]} at most, and "
-            f"this is of rank {rank}. Set it to merge, or lower actor_rollout_ref.model.lora_rank."
+            f"{KEY}.load_lora=adapter: vLLM takes ranks up to {LORA_RANKS[-1]}, not {rank}. Set it to merge, or lower "
+            "actor_rollout_ref.model.lora_rank."
         )
     return fitting[0]
 
@@ -101,9 +99,8 @@ def check_head_size(text: PretrainedConfig) -> None:
     """Raises ValueError for heads that vLLM's attention on CPUs does not know: it would fail at the first prompt."""
     if head_size(text) not in CPU_HEAD_SIZES:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name=vllm: on a CPU, vLLM has attention for heads of "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))} numbers, and this model's have {head_size(text)}. Set "
-            "rollout.name=hf, or choose another model."
+            f"{KEY}.name=vllm: on a CPU, vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))}, "
+            f"and this model's have {head_size(text)} numbers. Set rollout.name=hf, or choose another model."
         )
 
 
@@ -111,10 +108,10 @@ def check_splits(text: PretrainedConfig, size: int) -> None:
     """Raises ValueError for a model that vLLM cannot split over `size` workers."""
     widths = {"num_attention_heads": text.num_attention_heads, "intermediate_size": text.intermediate_size}
     if uneven := {name: width for name, width in widths.items() if width % size}:
-        found = ", ".join(f"{name}={width}" for name, width in uneven.items())
+        widths = ", ".join(f"{name}={width}" for name, width in uneven.items())
         raise ValueError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: the model has {found}, which cannot be "
-            f"divided by {size}. Choose a number that divides both, or 1."
+            f"{KEY}.tensor_model_parallel_size={size}: the model has {widths}, which cannot be divided by {size}. Take "
+            "a divisor of both, or 1."
         )
 
 
@@ -128,40 +125,6 @@ def cpu_cache_bytes(config: RolloutConfig, text: PretrainedConfig, number_bytes:
     blocks = -(-longest_sequence(config) // BLOCK)
     spare = 2  # vLLM keeps one for padding
     return block * max(blocks + spare, min(config.max_num_seqs * blocks + spare, CPU_CACHE_BYTES // block))
-
-
-def held_weights(worker: Any) -> Checksums | None:
-    """Returns the checksums of the weights that vLLM's `worker` has; None: it has them quantized.
-
-    A weight that was packed for a CPU's kernels has that which `note_checksums` took of it.
-    """
-    if worker.vllm_config.model_config.quantization is not None:
-        return None
-    dtype, model, sums = worker.vllm_config.model_config.dtype, worker.model_runner.get_model(), {}
-    for name, weight in model.named_parameters():
-        layer = model.get_submodule(name.rpartition(".")[0])
-        sums[name] = bit_sum(weight, dtype) if weight.numel() else vars(layer).get(NOTED, 0)
-    for name, layer in model.named_modules():
-        for stacked in ("lora_a_stacked", "lora_b_stacked"):  # those of an adapter, one for each part of the layer
-            for place, weight in enumerate(vars(layer).get(stacked, ())):
-                sums[f"{name}.{stacked}.{place}"] = bit_sum(weight, weight.dtype)
-    return Checksums(dtype, sums)
-
-
-def note_checksums(linear_method: type) -> None:
-    """Has vLLM's UnquantizedLinearMethod note the checksum of each weight on its layer, before it packs the weight and
-    drops it, as it does on a CPU."""
-    lay_out = linear_method.process_weights_after_loading
-    if "__wrapped__" in vars(lay_out):
-        return
-
-    @wraps(lay_out)
-    def note_and_lay_out(self: Any, layer: torch.nn.Module) -> None:
-        if layer.weight.device.type == "cpu":
-            setattr(layer, NOTED, bit_sum(layer.weight, layer.weight.dtype))
-        lay_out(self, layer)
-
-    linear_method.process_weights_after_loading = note_and_lay_out
 
 
 def vllm_environment(device_type: str) -> dict[str, str]:
@@ -179,9 +142,7 @@ def vllm_process(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def process_as_it_is() -> Iterator[None]:
-    """Puts back, after the block, what vLLM changes in the process when it starts and ends: the environment, the number
-    of threads and the very function that sets it, the global generators, the precision of float32 products, what the
-    garbage collector holds frozen, how uncaught errors and warnings are shown, and how processes are started."""
+    """Puts back, after the block, what vLLM changes in the process when it starts and ends."""
     environment, frozen = dict(os.environ), gc.get_freeze_count()
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     precision, show_error = torch.get_float32_matmul_precision(), sys.excepthook

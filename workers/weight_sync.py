@@ -7,6 +7,7 @@ trainer's. `TABLE["sync"]` names what adds to that: extras/certificate compares 
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,10 +106,19 @@ class WeightSync:
     def check_gathered(self) -> None:
         """Checks what was gathered for an engine without a copy; called before it generates."""
 
+    @staticmethod
+    def prepare_vllm(linear_method: type) -> None:
+        """Changes vLLM's UnquantizedLinearMethod before an engine is made."""
 
-def weight_sync(engine: Rollout, policy: TrainEngine) -> WeightSync:
-    """Makes the last of `TABLE["sync"]` that this copy has."""
-    return find("sync", [*present("sync")][-1])(engine, policy)
+    @staticmethod
+    def held_by_vllm(worker: Any) -> tuple[torch.dtype, dict[str, int]] | None:
+        """Returns a number for each weight that vLLM's `worker` has, in this dtype; None: it takes none."""
+        return None
+
+
+def sync_class() -> type[WeightSync]:
+    """Finds the last of `TABLE["sync"]` that this copy has."""
+    return find("sync", [*present("sync")][-1])
 
 
 def probes(engine: Rollout, version: int) -> bool:

@@ -3,19 +3,42 @@ up, are the trainer's, so that a tensor which stayed behind by a step of any siz
 trainer's move. docs/engines.md says what they miss.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from types import MappingProxyType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from configs.errors import notice
 from data.protocol import DataProto
-from workers.collectives import rank
+from workers.collectives import Peers, gather, rank
 from workers.engine import TrainEngine
-from workers.rollout import Checksums, Rollout, bit_sum
+from workers.rollout import Rollout
 from workers.weight_sync import WeightSync, in_short
 
 MOVED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # where the trainer's log-probs move by more, the engine's move too
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+NO_SCALES: Mapping[str, float] = MappingProxyType({})
+NOTED = "checksum_before_packing"  # attribute of a layer of vLLM
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The bits of weights in `dtype`, added up: by name, modulo the numbers that as many bits have.
+
+    Weights that lie side by side in one tensor, in any order, or in parts, or padded by zeros, have the same total.
+    """
+
+    dtype: torch.dtype
+    sums: dict[str, int]
+
+    def total(self, without: Collection[str] = ()) -> int:
+        """Adds up all but these names."""
+        return sum(number for name, number in self.sums.items() if name not in without) % span(self.dtype)
 
 
 class Certificate(WeightSync):
@@ -48,13 +71,13 @@ class Certificate(WeightSync):
         engine, policy, module, adds = self.engine, self.policy, self.policy.module, self.engine.takes_adapter
         before, known = self.held, self.trained
         if self.is_first and engine.own_weights:
-            before = engine.held_weights()
+            before = self._read_engine()
         dtype = before.dtype if before else module.dtype
         self.dtype, self.sums = dtype if policy.adapter.off and not adds else None, {}
         problems = super().hand_over(version)
         scales = policy.adapter.scales(module) if adds else {}
-        self.trained = policy.parallel.sums(module, dtype, scales) if before or self.gathers else None
-        self.held = engine.held_weights() if before else None
+        self.trained = checksums(module, dtype, scales) if before or self.gathers else None
+        self.held = self._read_engine() if before else None
         if not (before and self.held):
             return problems
         proven, differs = self._compare_sums(before, known)
@@ -64,6 +87,10 @@ class Certificate(WeightSync):
         elif differs and self.is_comparable:
             problems.append(differs)
         return problems
+
+    def _read_engine(self) -> Checksums | None:
+        held = self.engine.held_weights()
+        return held and Checksums(*held)
 
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().passing(weights):
@@ -75,7 +102,7 @@ class Certificate(WeightSync):
         """Checks, once after each sync of an engine that samples from the shards, that what was gathered of them for it
         is what they are; raises RuntimeError."""
         if self.gathers and self.gathered != self.trained:
-            self.gathered = self.policy.parallel.whole_sums(self.policy.module, self.trained.dtype)
+            self.gathered = gathered_checksums(self.policy.module, self.trained.dtype)
             if self.gathered != self.trained:
                 raise RuntimeError(
                     f"the weights {self.engine.weight_version} that {type(self.engine).__name__} samples by, gathered "
@@ -116,8 +143,90 @@ class Certificate(WeightSync):
             problems.append(f"its log-probs of a probe are what they were, and the trainer's have moved by {moved:.2g}")
         return problems
 
+    @staticmethod
+    def prepare_vllm(linear_method: type) -> None:
+        """Has vLLM note the checksum of each weight on its layer, before it packs the weight and drops it, as it does
+        on a CPU."""
+        lay_out = linear_method.process_weights_after_loading
+        if "__wrapped__" in vars(lay_out):
+            return
+
+        @wraps(lay_out)
+        def note_and_lay_out(self: Any, layer: nn.Module) -> None:
+            if layer.weight.device.type == "cpu":
+                setattr(layer, NOTED, bit_sum(layer.weight, layer.weight.dtype))
+            lay_out(self, layer)
+
+        linear_method.process_weights_after_loading = note_and_lay_out
+
+    @staticmethod
+    def held_by_vllm(worker: Any) -> tuple[torch.dtype, dict[str, int]] | None:
+        """Returns the checksums of the weights that vLLM's `worker` has; None: it has them quantized."""
+        if worker.vllm_config.model_config.quantization is not None:
+            return None
+        dtype, model, sums = worker.vllm_config.model_config.dtype, worker.model_runner.get_model(), {}
+        for name, weight in model.named_parameters():
+            layer = model.get_submodule(name.rpartition(".")[0])
+            sums[name] = bit_sum(weight, dtype) if weight.numel() else vars(layer).get(NOTED, 0)
+        for name, layer in model.named_modules():
+            for stacked in ("lora_a_stacked", "lora_b_stacked"):  # those of an adapter, one for each part of the layer
+                for place, weight in enumerate(vars(layer).get(stacked, ())):
+                    sums[f"{name}.{stacked}.{place}"] = bit_sum(weight, weight.dtype)
+        return dtype, sums
+
 
 def tied_names(policy: TrainEngine) -> set[str]:
     """Lists the names under which a weight stands in a checkpoint again, and those of buffers."""
     plain, module = policy.adapter.plain_name, policy.module
     return {*map(plain, module.state_dict(keep_vars=True))} - {plain(name) for name, _ in module.named_parameters()}
+
+
+def checksums(model: nn.Module, dtype: torch.dtype, scales: Mapping[str, float] = NO_SCALES) -> Checksums:
+    """Computes the checksum of each whole parameter in `dtype`, times its scale. All workers call this together; raises
+    RuntimeError where one that holds the whole model holds other weights than the first."""
+    own, parameters = {}, dict(model.named_parameters())
+    shards = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    for name, parameter in parameters.items():
+        values = local(parameter)
+        values = values.to(dtype) * scales[name] if name in scales else values
+        own[name] = bit_sum(values, dtype) if name not in shards or counts(parameter) else 0
+    parts = gather(own)
+    if unequal := [name for name in own if name not in shards and own[name] != parts[0][name]]:
+        raise RuntimeError(f"worker {rank()} holds other weights than the first: {', '.join(unequal[:5])}.")
+    summed = {name: sum(part[name] for part in parts) % span(dtype) for name in shards}
+    return Checksums(dtype, {name: summed.get(name, own[name]) for name in own})
+
+
+def counts(parameter: DTensor) -> bool:
+    """Says whether this rank's part is counted: the first replica's, and once where peers each have the same."""
+    places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
+    is_split = "part" in parameter.device_mesh.mesh_dim_names
+    first = all(place == 0 for kind, place in places if kind.is_replicate())
+    return first and (is_split or rank() % Peers.size == 0)
+
+
+def gathered_checksums(model: nn.Module, dtype: torch.dtype) -> Checksums:
+    """Computes what `checksums` does, of a model that is gathered now; peers have parts of its layers all the same."""
+    parameters = dict(model.named_parameters())
+    own = {name: bit_sum(local(parameter), dtype) for name, parameter in parameters.items()}
+    if Peers.size > 1:  # then all ranks call this together
+        first = rank() - rank() % Peers.size
+        parts = gather(own)[first : first + Peers.size]
+        split = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
+        own |= {name: sum(part[name] for part in parts) % span(dtype) for name in split}
+    return Checksums(dtype, own)
+
+
+def local(parameter: Tensor) -> Tensor:
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def bit_sum(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Adds up the bits of each number of `tensor`, in `dtype`, as an integer of their size, which may overflow."""
+    bits = BITS[dtype.itemsize]
+    return tensor.detach().to(dtype).contiguous().view(bits).sum(dtype=bits).item() % span(dtype)
+
+
+def span(dtype: torch.dtype) -> int:
+    """Counts the numbers that as many bits have."""
+    return 1 << 8 * dtype.itemsize

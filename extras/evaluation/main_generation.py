@@ -39,7 +39,8 @@ from data.protocol import DataProto, object_array
 from data.rl_dataset import RLHFDataset
 from data.types import Row, SamplingParams
 from training.checkpoint import flatten
-from workers.load_rollout import StandaloneRollout, generate_batch
+from workers.model_worker import StandaloneRollout
+from workers.rollout import generate_batch
 
 DECISIVE = ("model.", "rollout.", "trainer.seed", "data.response_key")  # settings that change what is written
 

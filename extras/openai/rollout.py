@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,7 +22,7 @@ from extras.openai.async_rollout import AsyncRollout
 from extras.openai.settings import KEY, openai_settings
 from extras.openai.weight_transfer import check_weight_transfer, weight_transfer
 from workers.collectives import gather, rank
-from workers.rollout import Checksums, check_temperature, divergence
+from workers.rollout import check_temperature, divergence
 
 RETRIES = 3  # within seconds, and no longer: a server that was started anew meanwhile has its first weights
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
@@ -82,7 +83,7 @@ class OpenAIRollout(AsyncRollout):
             deque(weights, maxlen=0)
         gather(version)  # nobody samples before the server has them
 
-    def held_weights(self) -> Checksums | None:
+    def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
         return gather(self.transfer.held_weights() if rank() == 0 else None)[0]
 
     async def answer(self, request: Request) -> Completion:

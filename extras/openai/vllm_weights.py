@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from extras.openai.weight_transfer import BACKEND, read_weights
-from workers.vllm_setup import held_weights, note_checksums
+from workers.weight_sync import sync_class
 
 
 class SharedMemoryOrNCCL(NCCLWeightTransferEngine):
@@ -39,10 +39,12 @@ class WorkerExtension:
     """Adds to vLLM's workers; naming it has this module imported."""
 
     def held_checksums(self) -> dict[str, Any] | None:
-        """Returns the checksums of the worker's weights, as JSON has them; None: they are quantized."""
-        found = held_weights(self)
-        return found and {"dtype": str(found.dtype).removeprefix("torch."), "sums": found.sums}
+        """Returns the checksums of the worker's weights, as JSON has them; None: it has none."""
+        if (held := sync_class().held_by_vllm(self)) is None:
+            return None
+        dtype, sums = held
+        return {"dtype": str(dtype).removeprefix("torch."), "sums": sums}
 
 
-note_checksums(UnquantizedLinearMethod)
+sync_class().prepare_vllm(UnquantizedLinearMethod)
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryOrNCCL)

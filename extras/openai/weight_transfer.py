@@ -31,7 +31,6 @@ from configs.errors import ConfigError
 from data.http import Json, RequestRefused, ServerError, api_root, ask_once
 from extras.openai.settings import KEY, OpenAISettings
 from workers.agents.user_code import in_thread
-from workers.rollout import Checksums
 from workers.vllm_setup import vllm_process
 
 BACKEND = "shared_memory_or_nccl"  # what vLLM's weight_transfer_config calls the server's way to take weights
@@ -96,7 +95,7 @@ class WeightTransfer(ABC):
                 f"weight_transfer={self.settings.weight_transfer}: {error} {HOW_TO_START}."
             ) from error
 
-    def held_weights(self) -> Checksums | None:
+    def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
         """Returns the checksums of the server's weights; None: it is no server of ours, and cannot say."""
         try:
             workers = self.ask("POST", "/collective_rpc", {"method": "held_checksums"})["results"]
@@ -105,7 +104,7 @@ class WeightTransfer(ABC):
         if None in workers:
             return None
         sums = {f"{place}.{name}": found for place, one in enumerate(workers) for name, found in one["sums"].items()}
-        return Checksums(getattr(torch, workers[0]["dtype"]), sums)
+        return getattr(torch, workers[0]["dtype"]), sums
 
     @abstractmethod
     def hand_over(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -30,7 +30,7 @@ from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from extras.server.app import Served, http_server
 from workers.engine import compute_dtype
 from workers.engine_pump import AsyncEngine
-from workers.load_rollout import StandaloneRollout
+from workers.model_worker import StandaloneRollout
 from workers.models import training_device
 from workers.vllm_setup import shared_settings, vllm_environment
 

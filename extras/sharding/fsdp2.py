@@ -38,12 +38,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.errors import notice_once
 from configs.schema import OptimConfig
-from extras.sharding.offload import bytes_trained, local, make_optimizer
+from extras.sharding.offload import bytes_trained, make_optimizer
 from extras.sharding.settings import shard_count
 from extras.sharding.tensor_parallel import by_mesh, same_on_peers, split_layers, sum_partial_gradients
 from workers.collectives import Peers, common_notice, gather, group_size, rank
 from workers.parallel import Replicas
-from workers.rollout import Checksums, bit_sum
 
 # Scores are such views, and nobody writes into them.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -191,32 +190,6 @@ class Sharding(Replicas):
 
     def part(self, tensor: Tensor, like: Tensor | None) -> Tensor:
         return local_shard(tensor, like)
-
-    def sums(self, model: nn.Module, dtype: torch.dtype, scales: dict[str, float]) -> Checksums:
-        own = {}
-        for name, parameter in model.named_parameters():
-            counts = rank() == 0
-            if isinstance(parameter, DTensor):
-                places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
-                counts = all(place == 0 for kind, place in places if kind.is_replicate())
-                is_split = "part" in parameter.device_mesh.mesh_dim_names
-                counts = counts and (is_split or rank() % Peers.size == 0)  # else peers each have it
-            here = local(parameter.detach())
-            if name in scales:
-                here = here.to(dtype) * scales[name]
-            own[name] = bit_sum(here, dtype) if counts else 0
-        parts, span = gather(own), 1 << 8 * dtype.itemsize
-        return Checksums(dtype, {name: sum(part[name] for part in parts) % span for name in own})
-
-    def whole_sums(self, model: nn.Module, dtype: torch.dtype) -> Checksums:
-        named, span = dict(model.named_parameters()), 1 << 8 * dtype.itemsize
-        own = {name: bit_sum(local(parameter.detach()), dtype) for name, parameter in named.items()}
-        if Peers.size > 1:  # then all ranks call this together
-            first = rank() - rank() % Peers.size
-            parts = gather(own)[first : first + Peers.size]
-            split = [name for name, parameter in named.items() if isinstance(parameter, DTensor)]
-            own |= {name: sum(part[name] for part in parts) % span for name in split}
-        return Checksums(dtype, own)
 
 
 def shard(model: PreTrainedModel, sharding: Sharding) -> None:

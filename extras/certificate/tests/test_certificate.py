@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from configs.schema import ModelConfig, OptimConfig
-from extras.certificate.certificate import Certificate
+from extras.certificate.certificate import Certificate, gathered_checksums
 from extras.lora.lora import Lora, is_lora
 from tests import test_engine_contract
 from tests.engines import CopyOf
@@ -22,11 +23,15 @@ WITHHELD = {
 }
 
 
+def held_by(module: PreTrainedModel) -> tuple[torch.dtype, dict[str, int]]:
+    return module.dtype, gathered_checksums(module, module.dtype).sums
+
+
 @pytest.mark.parametrize("withheld", WITHHELD)
 def test_a_sync_that_withholds_something_is_caught_at_once(bench: Bench, monkeypatch, withheld: str):
     """A whole step, or that of one matrix, at a learning rate of 1e-6: log-probs cannot show that."""
     policy, module = bench.policy, bench.engine.module
-    engine = bench.engine if bench.engine.own_weights else CopyOf(bench.engine, copy.deepcopy(module))
+    engine = bench.engine if bench.engine.own_weights else CopyOf(bench.engine, copy.deepcopy(module), held=held_by)
     sync = Certificate(engine, policy)
     assert sync.update(100)["rollout/sync_max_logprob_diff"] < 1e-5 and sync.is_comparable
     old = {name: tensor.clone() for name, tensor in policy.weights()}
@@ -42,7 +47,7 @@ def test_a_sync_that_withholds_something_is_caught_at_once(bench: Bench, monkeyp
 def test_an_adapter_that_does_not_arrive_is_caught(bench: Bench, monkeypatch):
     """The engine has the frozen weights, where LoRA's matrices should have been added."""
     module = bench.engine.module
-    engine = bench.engine if bench.engine.own_weights else CopyOf(bench.engine, copy.deepcopy(module))
+    engine = bench.engine if bench.engine.own_weights else CopyOf(bench.engine, copy.deepcopy(module), held=held_by)
     model = copy.deepcopy(bench.model)
     model.adapter = Lora(ModelConfig(lora_rank=4))
     model.adapter.add(model)

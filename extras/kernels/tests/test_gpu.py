@@ -22,9 +22,9 @@ from training.advantage import MAX_MISMATCH_RATIO as MAX_RATIO
 from training.advantage import MEAN_MISMATCH as MEAN
 from training.advantage import rollout_mismatch
 from workers.engine import TrainEngine
-from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm
+from workers.rollout import build_rollout, generate_batch, load_rollout_class
 
 pytestmark = pytest.mark.gpu
 

@@ -27,9 +27,9 @@ from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.hf_rollout import RunningBatch
-from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model
+from workers.rollout import build_rollout, generate_batch, load_rollout_class
 
 VOCABULARY, PROMPT, RESPONSE = 256, 20, 20
 SIZE = MicroBatchSize(None, 150)

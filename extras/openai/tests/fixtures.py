@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from configs.schema import ModelConfig, RolloutConfig
 from extras.openai.rollout import OpenAIRollout
 from tests.servers import KEY
-from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
+from workers.rollout import build_rollout
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from extras.openai.rollout import OpenAIRollout
 from extras.openai.tests.fixtures import engine_for
 from extras.server.app import Served
 from tests.servers import KEY, answering
-from workers.load_rollout import build_rollout
+from workers.rollout import build_rollout
 
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)
 MODELS = {"data": [{"id": "tiny"}]}

@@ -33,7 +33,7 @@ from workers.engine import TrainEngine
 from workers.models import load_causal_lm
 from workers.ray_group import check_machine
 from workers.vllm_setup import vllm_process
-from workers.weight_sync import weight_sync
+from workers.weight_sync import sync_class
 
 OWN = "actor_rollout_ref.rollout.engine_kwargs.openai"
 START, UPDATE, FINISH, RESET = (
@@ -309,7 +309,7 @@ def test_one_server_takes_weights_either_way(
         with torch.no_grad():
             policy.module.model.embed_tokens.weight.mul_(change)
         assert probe_distance(engine, policy) > 1e-3
-        weight_sync(engine, policy).update(1)
+        sync_class()(engine, policy).update(1)
         engine.close()
     engine = engine_for(vllm_address, wide_headed_model, **nccl)
     with pytest.raises(ValueError, match=r"does not take .* no module or parameter named .nowhere"):

@@ -15,8 +15,8 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.types import Request, SamplingParams
 from extras.openai import weight_transfer
 from extras.sglang.rollout import SGLangRollout
-from workers.load_rollout import build_rollout, load_rollout_class
 from workers.models import load_causal_lm
+from workers.rollout import build_rollout, load_rollout_class
 
 PLAIN = SamplingParams(True, 0.7, -1, 1.0, 4)
 SLOW = 60  # the stand-in answers a prompt of this token when it is aborted, and not before

@@ -40,6 +40,8 @@ from configs.schema import (
 )
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
+from extras.certificate.certificate import Certificate
+from extras.certificate.tests.test_certificate import held_by
 from extras.lora.lora import adapter_weights, is_lora, save_pretrained
 from extras.reward_model.model import LearnedReward
 from extras.reward_model.settings import RewardModelConfig
@@ -64,7 +66,6 @@ from workers.hf_rollout import HFRollout
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm, load_value_model
 from workers.parallel import Replicas
-from workers.weight_sync import weight_sync
 
 CPU = torch.device("cpu")
 CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__
@@ -526,9 +527,9 @@ def certify(path: Path, mesh: str) -> list[Any]:
     policy = TrainEngine(module, OPTIM, 10, CPU, torch.float32)
     make = partial(HFRollout, RolloutConfig(prompt_length=8, response_length=4), AutoTokenizer.from_pretrained(path))
     with module.parallel.whole(module):
-        syncs = [weight_sync(make(module), policy)]
+        syncs = [Certificate(make(module), policy)]
     copy = load_causal_lm(ModelConfig(path=str(path)))
-    syncs.append(weight_sync(CopyOf(make(copy), copy, leads=rank() % 2 == 0), policy))
+    syncs.append(Certificate(CopyOf(make(copy), copy, leads=rank() % 2 == 0, held=held_by), policy))
     found = [sync.update(1) for sync in syncs]
     old = {name: full_tensor(dict(module.named_parameters())[name]).clone()}
     with torch.no_grad():

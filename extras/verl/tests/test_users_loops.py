@@ -31,8 +31,8 @@ from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
 from workers.agents.episode import Limits
 from workers.hf_rollout import HFRollout
-from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
+from workers.rollout import build_rollout
 
 TOKENIZER = build_tokenizer()
 SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 24, stop_token_ids=tuple(range(0, 60, 3)))

@@ -46,7 +46,7 @@ from training.reward import add_scores, load_reward_manager, reward_metrics
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
 from workers.agents.tools import ToolEpisodes
-from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
+from workers.rollout import build_rollout, generate_batch, load_rollout_class
 
 FORMS = Path(__file__).parent / "verl_forms"
 TOKENIZER = as_users_read(build_tokenizer())
