@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from torch import Tensor
 from training.model_shards import once
 from workers.collectives import gather, rank
 from workers.model_worker import ModelWorker
-
-PATIENCE = 60  # seconds
 
 
 class Echo:
@@ -48,17 +45,6 @@ class Echo:
         if rank() == 1:
             os._exit(1)
         gather(None)
-
-    def die(self) -> None:
-        os._exit(1)
-
-    def meet(self, own: Path, other: Path) -> bool:
-        """Whether somebody writes `other` in time, after this one wrote its `own` file."""
-        own.touch()
-        deadline = time.monotonic() + PATIENCE
-        while not other.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return other.exists()
 
 
 class EchoWorker:

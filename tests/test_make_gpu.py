@@ -5,17 +5,14 @@ import json
 import subprocess
 import sys
 import time
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu, vs_trl
+from benchmarks import gpu
 from benchmarks.floor import Shape, update_flops
 from benchmarks.models import save_model
 from benchmarks.vs_trl import ROOT, Arm
-from benchmarks.workload import Meter, Workload
 from tests.forked import python_command
 
 PASSED = {"run": 3, "failed": [], "seconds": 1.0}
@@ -66,37 +63,6 @@ def test_the_figures_by_hand(tmp_path):
     }  # fmt: skip
     assert gpu.summary(workload, None, steps)["update_mfu"] is None
     assert gpu.trl_micro_batch(workload, 16384) == 4 and gpu.trl_micro_batch(workload, 3 * 24) == 2
-
-
-@pytest.mark.parametrize("built", [True, False])
-def test_trl_is_found_where_the_comparison_on_a_cpu_installs_it(built: bool, monkeypatch):
-    monkeypatch.setattr(gpu, "has_environment", lambda: built)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "trl" or None)
-    arguments = gpu.read_arguments([*CPU, "--micro-batch-tokens", "96", "trainer.seed=1"])
-    workload = Workload.of(arguments, Path("model"), Path("folder"), seed=0, ragged=False, replay=False)
-    arms = gpu.arms_here(workload, arguments)
-    assert [*arms] == ["ours", "ours, vllm", *(["trl"] if built else [])]
-    assert "trainer.seed=1" in arms["ours"].own and arms["ours, vllm"].own[-1] == "actor_rollout_ref.rollout.name=vllm"
-    assert not built or arms["trl"] == (vs_trl.TRL_PYTHON, "benchmarks.trl_arm", ["4"])
-
-
-def test_waits_for_a_gpu_are_counted_by_phase(monkeypatch):
-    module, modes = torch.nn.Embedding(4, 2), []
-    module.get_input_embeddings = lambda: module
-    meter = Meter(module)
-    for name, value in (("is_available", True), ("synchronize", None), ("reset_peak_memory_stats", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with warnings.catch_warnings():
-        meter.start(watched=True)
-        for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        with torch.no_grad():
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-    found = meter.stop(1.0, 1.0)
-    assert (found["rollout_syncs"], found["update_syncs"]) == (1, 3) and modes == ["warn"]
-    meter.start()
-    assert meter.stop(1.0, 1.0)["update_syncs"] == 0 and modes == ["warn", "default"]
 
 
 def test_an_arm_that_takes_too_long_or_fails_is_reported_and_ends_the_command_with_1(tmp_path, monkeypatch, capsys):

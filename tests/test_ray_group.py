@@ -23,7 +23,6 @@ from tests.runs import compose, learning_metrics, short_run
 from training.model_shards import Shards
 from workers import ray_group
 from workers.group import LocalGroup, distinct_groups
-from workers.hf_rollout import HFRollout
 from workers.models import gpu_trouble
 from workers.ray_group import (
     RayPending,
@@ -212,23 +211,6 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
 
 
 @pytest.mark.slow
-def test_calls_to_two_groups_overlap_and_one_outlives_the_other(cluster: None, tmp_path: Path):
-    """Each waits for what the other does in its call: as trainer and rollout will, when they are apart."""
-    groups = [RayWorkerGroup(Resources(workers=1, threads=1, gpus=0), EchoWorker) for _ in range(2)]
-    files = [tmp_path / "one", tmp_path / "other"]
-    try:
-        calls = zip(groups, [files, files[::-1]], strict=True)
-        pending = [group.submit("echo", "meet", [tuple(pair)]) for group, pair in calls]
-        assert [each.result() for each in pending] == [[True], [True]]
-        with pytest.raises(WorkerError, match=r"(?s)worker rank 0 died.*logs"):
-            groups[0].submit("echo", "die", [()]).result()
-        assert groups[1].submit("echo", "hear", [("a",)]).result() == [["a"]]
-    finally:
-        for group in groups:
-            group.close()
-
-
-@pytest.mark.slow
 def test_a_ray_worker_is_closed_and_what_that_raises_is_a_warning(cluster: None, tmp_path: Path, caplog: Any):
     RayWorkerGroup(Resources(workers=1, threads=1, gpus=0), EchoWorker, tmp_path).close()
     assert (tmp_path / "closed").exists() and "a worker could not be closed" in caplog.text
@@ -257,13 +239,6 @@ def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny
     # What the second had is free again: this waits for it, and then gives up.
     remove_placement_group(reserve(Resources(workers=1, threads=2, gpus=0)))
     assert ray.is_initialized(), "it was the caller who started Ray"
-
-
-@pytest.mark.slow
-def test_more_cpus_than_there_are_fails_at_once_with_both_figures(cluster: None):
-    said = r"asked Ray for 1 × \{'CPU': 64.0\}, the machines .* have \[\{'CPU': 2.0\}\].*n_threads"
-    with pytest.raises(ConfigError, match=said):
-        RayWorkerGroup(Resources(workers=32, threads=2, gpus=0), EchoWorker)
 
 
 @pytest.mark.parametrize(
@@ -416,15 +391,6 @@ def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: P
     assert group.submit("echo", "hear", [("a",)]).result() == [["a"]]
     with pytest.raises(KeyError, match="missing"):
         group.submit("echo", "fail", [()])
-
-
-def test_a_rollout_of_the_users_is_used(tiny_model: Path, tmp_path: Path):
-    file = tmp_path / "my_rollout.py"
-    file.write_text(MY_ROLLOUT)
-    assert load_rollout_class(str(file)).__mro__[1] is HFRollout
-    dumps = tmp_path / "rollouts"
-    run(full_run(tiny_model, tmp_path, f"actor_rollout_ref.rollout.name={file}", f"trainer.rollout_data_dir={dumps}"))
-    assert '"end_reason": "mine"' in (dumps / "5.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from workers.vllm_rollout_spmd import vLLMRollout
 
 few = settings(max_examples=60, deadline=None)
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 4)
-AGENTS = st.lists(st.sampled_from([SINGLE_TURN, TOOL_AGENT]), min_size=1, max_size=9)
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.integers(1, 3)), max_size=9)
 
 

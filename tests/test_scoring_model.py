@@ -104,7 +104,7 @@ def test_a_rope_is_one_for_all_rows_of_a_run(longest: int, is_long: bool, monkey
     batch = batch[[row for row in range(len(batch)) if int(batch.batch["attention_mask"][row].sum()) <= 8]]
     short = score(ready(copy.deepcopy(model), longest=8), batch, CUTS["1 row"], TEMPERATURE).log_probs
     found = ready(model, longest)
-    assert ("turns positions otherwise in batches of more than 8 tokens" in capsys.readouterr().err) == is_long
+    assert ("turns positions otherwise behind 8 tokens" in capsys.readouterr().err) == is_long
     for cut_size in ("1 row", "all rows"):
         scores = score(found, batch, CUTS[cut_size], TEMPERATURE).log_probs
         assert torch.allclose(scores, short, atol=1e-5) != is_long

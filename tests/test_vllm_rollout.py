@@ -22,7 +22,6 @@ from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
 from workers.model_worker import ColocatedRollout
 from workers.models import load_causal_lm
-from workers.ray_group import WorkerError
 from workers.vllm_rollout_spmd import config_folder, vLLMRollout
 from workers.vllm_setup import cpu_cache_bytes, engine_settings
 from workers.weight_sync import sync_class
@@ -281,55 +280,3 @@ def test_a_model_that_cannot_be_split_so_is_refused(wide_headed_model: Path):
     model.config.intermediate_size = 342
     split = engine_settings(RolloutConfig(tensor_model_parallel_size=2, **LENGTHS), model)
     assert split["tensor_parallel_size"] == 2 and split["disable_custom_all_reduce"]
-
-
-BREAKING = '''
-import os
-import signal
-
-from workers.vllm_rollout_spmd import vLLMRollout
-
-
-class BreakingRollout(vLLMRollout):
-    """Breaks in a step of vLLM's, of the rollouts after two updates."""
-
-    def __init__(self, config, tokenizer, model):
-        super().__init__(config, tokenizer, model)
-        execute_model = self.engine.model_executor.execute_model
-
-        def execute(*args, **kwargs):
-            if self.weight_version == 2 and len(self.running) > 1:
-                {end}
-            return execute_model(*args, **kwargs)
-
-        self.engine.model_executor.execute_model = execute
-'''
-ENDS = [
-    ("ray", "os.kill(os.getpid(), signal.SIGKILL)", WorkerError, "worker rank 0 died"),
-    ("local", 'raise RuntimeError("the card is gone")', RuntimeError, "the card is gone"),
-]
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_a_run_whose_engine_breaks_in_a_step_says_why_and_is_resumed(
-    wide_headed_model: Path, tmp_path: Path, cluster: None
-):
-    """Killed in a worker of Ray's, then by an error in this process, it ends as one that was never stopped."""
-
-    def run(folder: str, *more: str) -> None:
-        settings = ["trainer.save_freq=1", "trainer.n_threads=1", "data.max_response_length=4"]
-        main.run(compose(*short_run(wide_headed_model, tmp_path / folder, *settings, *more)))
-
-    for executor, end, error, message in ENDS:
-        file = tmp_path / f"breaks_{executor}.py"
-        file.write_text(BREAKING.format(end=end))
-        with pytest.raises(error, match=message):
-            run("run", f"actor_rollout_ref.rollout.name={file}", f"trainer.executor={executor}")
-        assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text() == "2"
-    for folder in ("run", "unbroken"):
-        run(folder, "actor_rollout_ref.rollout.name=vllm")
-    found, wanted = (learning_metrics(tmp_path / folder) for folder in ("run", "unbroken"))
-    assert sorted(found) == sorted(wanted) == [0, 1, 2, 3, 4]
-    for step in wanted:
-        assert found[step] == pytest.approx(wanted[step], rel=1e-3, abs=1e-5), step

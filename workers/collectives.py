@@ -1,7 +1,6 @@
 """Joins the workers of a group by torch.distributed: gloo on CPUs, NCCL on GPUs; collects what each of them has.
 
-A worker on its own is a group of one: nothing is sent and nothing changes. Weights and gradients are the business of
-extras/sharding/fsdp2.py.
+A worker on its own is a group of one: nothing is sent.
 """
 
 import math
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from configs.errors import notice
 
-BACKEND = "cpu:gloo,cuda:nccl"
 TIMEOUT = 600  # seconds
 
 
@@ -31,7 +29,7 @@ def connect(host: str, port: int, size: int) -> dist.TCPStore:
 def join_group(store: dist.TCPStore, rank: int, size: int, timeout: int = TIMEOUT) -> None:
     """Makes this process one of `size`; returns when all have come. Where one stays away for `timeout` seconds, now or
     in an exchange, the others fail."""
-    backend = BACKEND if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     Waiting.limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=Waiting.limit)
 
@@ -92,7 +90,7 @@ def common_notice(text: str) -> None:
 
 def largest(number: float) -> float:
     """Returns the largest of all ranks' numbers, by which they decide alike; NaN is larger than any."""
-    return max(gather(number), key=lambda found: (math.isnan(found), found))
+    return max(gather(number), key=lambda value: (math.isnan(value), value))
 
 
 def gather(value: Any) -> list[Any]:

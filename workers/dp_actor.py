@@ -70,9 +70,8 @@ class DataParallelPPOActor(TrainedModel):
     def update_policy(self, batch: DataProto, update: Update) -> dict[str, float]:
         """Takes one optimiser step on one mini-batch, of which `batch` is this worker's share, maybe without rows.
 
-        L = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated over the whole mini-batch by `update.counts`.
-        A batch without the column old_log_probs is exactly on-policy: the ratio is 1 and carries the gradient. One with
-        rollout_log_probs has them compared with the log-probs that this forward computes anyway.
+        L = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated over the whole mini-batch by `update.counts`. Rows
+        without old_log_probs are exactly on-policy: the ratio is 1 and carries the gradient.
         """
         metrics = PooledMetrics()
         with forked_rng(update.seed), self.engine.at_work():  # for losses that draw
@@ -93,44 +92,41 @@ class DataParallelPPOActor(TrainedModel):
         return metrics.reduce()
 
     def micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
-        wanted = ["response_mask", *self.loss_columns, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
-        columns = [name for name in dict.fromkeys(wanted) if name in batch.batch]
+        names = ["response_mask", *self.loss_columns, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
+        columns = [name for name in dict.fromkeys(names) if name in batch.batch]
         return cut_share(batch, self.update_size, columns, self.engine.module)
 
     def policy_gradient(self, batch: DataProto, update: Update, metrics: PooledMetrics) -> DataProto:
-        """Differentiates the policy loss of a mini-batch by each token's log-prob: column policy_gradient, [B, R].
-
-        The gradient by the weights is then a sum over tokens, so that a loss in which the tokens of a mini-batch
-        depend on each other needs no more than this pass to be cut into shares and micro-batches like any other.
-        """
+        """Differentiates the policy loss of a mini-batch by each token's log-prob: column policy_gradient, [B, R]. The
+        gradient by the weights is then a sum over tokens, so that a loss over the whole can be cut like any other."""
         with self.engine.autocast():
             scores = score(self.engine.module, batch, self.log_prob_size, update.temperature)
         columns = {name: batch.batch[name] for name in ("response_mask", *self.loss_columns) if name in batch.batch}
         shares = gather_shares({"log_probs": scores.log_probs, **columns})
         whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
         log_probs = whole.pop("log_probs").requires_grad_()
-        counted_once = metrics if data_rank() == 0 else PooledMetrics()  # all ranks compute the same
+        counted_once = metrics if data_rank() == 0 else PooledMetrics()
         tokens = int(whole["response_mask"].sum())
         loss = self.policy_term(whole, log_probs, tokens, update.counts, counted_once)
         counted_once.add_sum("actor/loss", loss)
         [gradient] = torch.autograd.grad(loss, log_probs)
-        own = gradient.split([len(share["log_probs"]) for share in shares])[data_rank()]
-        return DataProto.from_dict({"policy_gradient": own})
+        parts = gradient.split([len(share["log_probs"]) for share in shares])
+        return DataProto.from_dict({"policy_gradient": parts[data_rank()]})
 
     def policy_term(
         self, columns: dict[str, Tensor], log_probs: Tensor, tokens: int, counts: dict[str, Any], metrics: PooledMetrics
     ) -> Tensor:
-        """Computes the policy loss of some rows, of `tokens` under the mask: their share of the mini-batch's, whose
-        `counts` it is divided by."""
-        mask = columns["response_mask"]
-        # Only where there are any, so that a loss that knows nothing of them will do.
-        weights, read = columns.get("rollout_is_weights"), {name: columns[name] for name in self.loss_reads}
+        """Computes the policy loss of some rows, of `tokens` under the mask: their share of the mini-batch's."""
+        mask, weights = columns["response_mask"], columns.get("rollout_is_weights")
+        optional = {name: columns[name] for name in self.loss_reads} | self.config.policy_loss.kwargs
+        if weights is not None:  # else a loss that knows nothing of them will do
+            optional = {"rollout_is_weights": weights, **optional}
         loss, loss_metrics = call_policy_loss(
             self.policy_loss.function,
             (columns.get("old_log_probs", log_probs.detach()), log_probs, columns["advantages"], mask),
             self.config.loss_agg_mode,
             ReadableNamespace(**self.loss_config, global_batch_info=counts),
-            ({} if weights is None else {"rollout_is_weights": weights}) | read | self.config.policy_loss.kwargs,
+            optional,
         )
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():
@@ -188,10 +184,7 @@ class ReferencePolicy:
         autocast: Callable[[], AbstractContextManager] = nullcontext,
         at_work: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.module = module
-        self.at_work = at_work
-        self.log_prob_size = log_prob_size
-        self.autocast = autocast
+        self.module, self.log_prob_size, self.autocast, self.at_work = module, log_prob_size, autocast, at_work
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
         """Computes `columns`, which are [ref_log_prob]: [B, R] float32, 0 where the policy produced no token."""
@@ -210,8 +203,7 @@ SCORE_OF = {  # column of a log-prob pass → name in TokenScores
 def score_columns(
     module: PreTrainedModel, batch: DataProto, size: MicroBatchSize, temperature: float, columns: Sequence[str]
 ) -> DataProto:
-    """Computes the `columns` of a log-prob pass over this rank's `batch`:
-    [B, R] float32, 0 but on the policy's tokens."""
+    """Computes the `columns` of a log-prob pass: [B, R] float32, 0 but on the policy's tokens."""
     scores = score(module, batch, size, temperature, [SCORE_OF[column] for column in columns])
     return DataProto.from_dict({column: getattr(scores, SCORE_OF[column]) for column in columns})
 
@@ -224,8 +216,8 @@ def build_actor(worker: ModelWorker) -> DataParallelPPOActor:
 
 
 def build_reference(worker: ModelWorker) -> ReferencePolicy:
-    """Makes the frozen policy: the one that training starts from, where its adapter can be off the actor's without it;
-    or, where ref.model.path names another model, that teacher."""
+    """Makes the frozen policy: the one that training starts from, which is the actor without its adapter if it has one;
+    or the teacher that ref.model.path names."""
     policy, config, module = worker.config.actor_rollout_ref, worker.config.actor_rollout_ref.ref, worker.module
     size, has_teacher = MicroBatchSize.of_scoring(config), config.model.path != policy.model.path
     if module.adapter.off and not has_teacher:

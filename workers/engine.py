@@ -103,12 +103,8 @@ class TrainEngine:
             yield
 
     def autocast(self, updates: bool = False) -> AbstractContextManager:
-        """Computes the block in the run's precision; `updates`: a backward follows.
-
-        The weights that are cast in a block wait there for their next use. With checkpointing there is none before the
-        backward, which casts each again, nor before shards are gathered anew: kept they would only be a copy of the
-        whole model.
-        """
+        """Computes the block in the run's precision; `updates`: a backward follows. What it casts of the weights is
+        kept for their next use, unless checkpointing or shards gathered anew leave none."""
         if self.dtype == torch.float32:
             return nullcontext()
         keeps_casts = self.parallel.keeps_weights(self.module)
@@ -116,13 +112,8 @@ class TrainEngine:
         return torch.autocast(self.device.type, self.dtype, cache_enabled=keeps_casts)
 
     def update(self, losses: Iterable[Tensor], step: int) -> dict[str, float]:
-        """Takes one optimiser step on the sum of `losses`, one a micro-batch, each after the backward of the last.
-
-        After a loss that is not finite, on any rank, neither weights nor moments change and `skipped_updates` is 1.
-
-        Returns:
-            What `optimizer_step` does, or {"skipped_updates": 1.0} alone.
-        """
+        """Takes one optimiser step on the sum of `losses`, one a micro-batch, each after the backward of the last; see
+        `optimizer_step`. After a loss that is not finite, on any rank, nothing changes: {"skipped_updates": 1.0}."""
         if not all(gather(self.accumulate(losses))):
             self.optimizer.zero_grad(set_to_none=True)
             return {"skipped_updates": 1.0}
@@ -130,8 +121,7 @@ class TrainEngine:
         return self.optimizer_step(step)
 
     def accumulate(self, losses: Iterable[Tensor]) -> bool:
-        """Adds up the gradients of `losses`. Returns whether all are finite, which is asked after the last backward:
-        before, the host would wait for each."""
+        """Adds up the gradients of `losses`. Returns whether all are finite, asked once so that the host waits once."""
         finite = []
         with torch.autocast(self.device.type, enabled=False):  # the outermost: weights cast within are kept to its end
             for loss in losses:
@@ -158,12 +148,8 @@ class TrainEngine:
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
     def weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and value of every weight for a rollout engine, as a checkpoint has them, LoRA's matrices added;
-        tied ones under each of their names. Of several workers all have to go through them.
-
-        Args:
-            merged: False: nothing is added, as for an engine that adds the matrices itself.
-        """
+        """Yields name and value of every weight for a rollout engine, as a checkpoint has them; tied ones under each of
+        their names. Of several workers all have to go through them. `merged`: with LoRA's matrices added."""
         plain = self.adapter.weights(self.module, merged)  # one at a time: added ones are copies
         if self.converts:
             plain = revert_weight_conversion(self.module, dict(plain)).items()
@@ -173,9 +159,9 @@ class TrainEngine:
     @cached_property
     def converts(self) -> bool:
         """Whether a checkpoint has other weights than the module, such as those of experts one by one."""
-        own = empty_weights(self.module)
-        found = revert_weight_conversion(self.module, own)
-        return any(found.get(name) is not weight for name, weight in own.items())
+        weights = empty_weights(self.module)
+        saved = revert_weight_conversion(self.module, weights)
+        return any(saved.get(name) is not weight for name, weight in weights.items())
 
     def save(self, folder: Path, contents: Sequence[str], background: bool = False) -> None:
         """`ModelCheckpoint.save`. The tokenizer beside the configs is the caller's."""
@@ -204,8 +190,7 @@ class TrainedModel:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Chooses the compute precision; auto is bfloat16 where the GPU multiplies it, and float32 on all CPUs, so that
-    they agree: without native bfloat16 its products crawl there."""
+    """Chooses the compute precision; auto is bfloat16 where the GPU multiplies it, and float32 on all CPUs."""
     if name == "auto":
         on_gpu = device.type == "cuda" and gpu_has_bfloat16()
         return torch.bfloat16 if on_gpu else torch.float32

@@ -1,8 +1,6 @@
 """Tries whether a model scores rows together as each alone by its eager attention, and makes rows score alike.
 
-A model may attend in a way of its own, or do something to its logits, that another forward, SDPA among them, leaves
-out. Log-probs of rows that were sampled one way and scored another are wrong, and nobody sees it: so layers compute in
-training as in eval mode, and a rotary embedding is the same for every batch.
+A model may do something to its scores or logits that another forward, SDPA among them, leaves out; nobody would see it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +27,8 @@ LIMITS = ("window", "window_size", "chunk_size")  # how names of settings end be
 
 
 class Trial:
-    """Holds the forwards of `model` against its eager attention in eval mode, on three ragged rows, each alone.
-
-    Where the model computes otherwise behind some length, the rows go past it, if the run does. Kernels may add to it.
+    """Holds the forwards of `model` against its eager attention in eval mode, on three ragged rows, each alone; they go
+    past the lengths behind which it computes otherwise, if the run does. Kernels may add to it.
 
     Args:
         model: with the padded forward.
@@ -61,17 +58,16 @@ class Trial:
     def refer(self, width: int) -> None:
         """Computes the reference, of rows of up to `width` tokens, by the attention that the model has now."""
         self.batch = ragged_batch(self.model, width)
-        self.wanted = {dtype: self.scores(1, dtype, training=False) for dtype in self.dtypes}
+        self.reference = {dtype: self.scores(1, dtype, training=False) for dtype in self.dtypes}
 
     def problem(self, dtype: torch.dtype) -> str | None:
-        """Says why the forward that the model has now is not to be used; None: it may. It is held against the reference
-        on each row alone, and on all together as generation computes and as the trainer does. All ranks are told the
-        same, as each has to take part in what is tried next."""
-        wanted, together = self.wanted[dtype], len(self.batch)
-        limit, differences = tolerance(wanted, self.wanted[torch.float32]), []
+        """Says, on all ranks alike, why the forward that the model has now is not to be used; None: it may. It has each
+        row alone, and all together as generation computes and as the trainer does."""
+        reference, together = self.reference[dtype], len(self.batch)
+        limit, differences = tolerance(reference, self.reference[torch.float32]), []
         try:
             for rows, training in ((1, False), (together, False), (together, True)):
-                distance = (self.scores(rows, dtype, training) - wanted).abs().max().item()
+                distance = (self.scores(rows, dtype, training) - reference).abs().max().item()
                 if not distance < limit:
                     differences.append(distance)
         except FAILURES as error:
@@ -94,8 +90,7 @@ class Trial:
 
 @torch.no_grad()
 def trained_log_probs(model: PreTrainedModel, batch: DataProto) -> Tensor:
-    """Computes log-probs of the responses as the trainer does, at temperature 1: [B, R]. It leaves the model in train
-    mode."""
+    """Computes log-probs of the responses as the trainer does, at temperature 1: [B, R]; leaves it in train mode."""
     model.train()
     micros = cut(batch, MicroBatchSize(len(batch), 0), [], model)
     return score_micro_batches(model, batch, micros, temperature=1.0, ask=["log_probs"]).log_probs
@@ -143,11 +138,8 @@ def ragged_batch(model: PreTrainedModel, width: int) -> DataProto:
 
 @contextmanager
 def scaled_up_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Makes the small matrices of `model` larger until the end of the block, by powers of two, which rounds nothing.
-
-    With the weights that training from scratch starts from, a model attends to all alike and answers with all alike:
-    whatever a forward left out, no check would see. Matrices of trained models are large enough as they are.
-    """
+    """Makes the small matrices of `model` larger for the block, by powers of two, which rounds nothing: with those that
+    training from scratch starts from, a model attends to all alike, and no check would see what a forward left out."""
     factors = {parameter: enlargement(parameter.detach()) for parameter in model.parameters() if parameter.ndim > 1}
     try:
         for parameter, factor in factors.items():
@@ -165,8 +157,8 @@ def enlargement(matrix: Tensor) -> float:
 
 
 def compute_as_in_eval(model: PreTrainedModel) -> None:
-    """Has every layer of `model` compute as in eval mode, in training too: without dropout, and without the noise of
-    routers (PhiMoE, Mixtral). Gradient checkpointing asks a layer for its mode, so those that do it are left alone."""
+    """Has every layer of `model` compute as in eval mode, in training too: without dropout or the noise of routers.
+    Gradient checkpointing asks a layer for its mode, so those that do it are left alone."""
     for module in model.modules():
         if module is not model:
             module.train = MethodType(train_as_eval, module)
@@ -182,7 +174,7 @@ def train_as_eval(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def fix_rope(model: PreTrainedModel, longest: int) -> None:
     """Has rotary embeddings whose parameters depend on the longest position in a batch (longrope, dynamic) use those of
-    `longest` tokens, in every batch, if the run goes past the length at which they change. A notice says so."""
+    `longest` tokens in every batch, if the run goes past the length at which they change; a notice says so."""
     changes = [length for length in rope_changes(model.config) if length < longest]
     if not changes:
         return
@@ -191,8 +183,8 @@ def fix_rope(model: PreTrainedModel, longest: int) -> None:
             module.register_forward_pre_hook(partial(add_position, last=longest - 1), with_kwargs=True)
             module.register_forward_hook(drop_position)
     common_notice(
-        f"{type(model).__name__} turns positions otherwise in batches of more than {min(changes)} tokens: all rows are "
-        f"taken as of the run's {longest}, as whoever serves the model must."
+        f"{type(model).__name__} turns positions otherwise behind {min(changes)} tokens: all rows are taken as of "
+        f"{longest}, as whoever serves the model must."
     )
 
 
@@ -217,13 +209,11 @@ def changes_by_length(rope_type: Any) -> bool:
 def add_position(module: nn.Module, args: tuple, kwargs: dict[str, Any], last: int) -> tuple[tuple, dict[str, Any]]:
     """Adds the column `last` to position_ids [b, q], before the forward of a rotary embedding."""
 
-    def longer(positions: Tensor) -> Tensor:
-        return torch.cat([positions, torch.full_like(positions[:, :1], last)], dim=1)
-
+    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    longer = torch.cat([positions, torch.full_like(positions[:, :1], last)], dim=1)
     if "position_ids" in kwargs:
-        return args, {**kwargs, "position_ids": longer(kwargs["position_ids"])}
-    values, positions, *others = args
-    return (values, longer(positions), *others), kwargs
+        return args, {**kwargs, "position_ids": longer}
+    return (args[0], longer, *args[2:]), kwargs
 
 
 def drop_position(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,9 @@
 """Calls a role of the run: every worker of its group gets a share of the rows (`Role.rows`), or the same (`Role.all`).
 
-A group is asked by `submit`, and answered by `Pending.result`: `LocalGroup` is the one worker of this process,
-workers/ray_group.py has those of Ray. Every worker gets a share of every call, if need be one without rows, as it
-may have to take part in a sum over all. Rows go out as neighbours, so that the samples of a prompt stay together as far
-as the shares allow, and answers come back in the rows' order. Calls to one group are carried out in the order in which
-they were submitted; calls to two overlap.
+`LocalGroup` is the one worker of this process, workers/ray_group.py has those of Ray. Every worker gets a share of each
+call, if need be one without rows, as it may have to take part in a sum over all. Rows go out as neighbours, so that the
+samples of a prompt stay together, and answers come back in the rows' order. Calls to one group are carried out in the
+order in which they were submitted; calls to two overlap.
 """
 
 from collections.abc import Mapping, Sequence

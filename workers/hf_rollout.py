@@ -50,11 +50,6 @@ class RunningRow:
     def ends(self) -> bool:
         return self.token_ids[-1] in self.stops or len(self.token_ids) == self.request.sampling.max_tokens
 
-    @property
-    def read_ids(self) -> list[int]:
-        """The ids that the model has read: all but the newest."""
-        return [*self.request.prompt_ids, *self.token_ids[:-1]]
-
     def completion(self, weight_version: int) -> Completion:
         reason = "stop" if self.token_ids[-1] in self.stops else "length"
         return Completion(self.request.id, self.token_ids, self.log_probs, reason, weight_version)

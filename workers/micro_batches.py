@@ -118,11 +118,8 @@ def cut_share(
 
 
 def cut(batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel) -> Iterator[MicroBatch]:
-    """Cuts `batch` into micro-batches, in a fixed order, each row once; `columns` [B, R] travel along.
-
-    By tokens, rows that share a prompt stay together as far as the budget goes, and where `model` computes their
-    prompt once it counts once.
-    """
+    """Cuts `batch` into micro-batches, each row once; `columns` [B, R] travel along. By tokens, rows that share a
+    prompt stay together as far as the budget goes, and where `model` computes it once it counts once."""
     return micro_batches(batch, micro_batch_rows(batch, size, model.shares_prompts), columns, model.device)
 
 
@@ -174,9 +171,9 @@ def score_micro_batches(
     """Scores all `micros` of `batch` by `model` and puts the results together, on the CPU once all are there."""
     columns = torch.zeros(len(ask), *batch.batch["responses"].shape, device=model.device)
     for micro in micros:
-        found = model.token_scores(micro, temperature, ask)._asdict()
-        for name, into in zip(ask, columns, strict=True):
-            into[micro.rows, : micro.response_width] = torch.where(micro.is_scored, found[name], 0.0)
+        scores = model.token_scores(micro, temperature, ask)._asdict()
+        for name, column in zip(ask, columns, strict=True):
+            column[micro.rows, : micro.response_width] = torch.where(micro.is_scored, scores[name], 0.0)
     model.parallel.reshard(model)
     return TokenScores(**dict(zip(ask, columns.cpu(), strict=True)))
 
@@ -195,11 +192,8 @@ def score(
 
 
 class PooledMetrics:
-    """Metrics of one update, pooled exactly over its micro-batches and over all workers.
-
-    Sums (parts of a loss that is already normalised), means (weighted by the tokens they are over) and maxima. Numbers
-    that are on a GPU stay there until the end, so that nobody waits for them in between.
-    """
+    """Pools metrics of one update exactly over its micro-batches and all workers: sums (parts of a normalised loss),
+    means (weighted by their tokens) and maxima. Numbers on a GPU stay there until the end, so that nobody waits."""
 
     def __init__(self) -> None:
         self._added: list[tuple[str, str, float]] = []  # kind, name, and the weight of a mean
@@ -219,9 +213,9 @@ class PooledMetrics:
 
     def reduce(self) -> dict[str, float]:
         """Returns name → number, the same on every rank, all of which have to ask for it; a mean over nothing is 0."""
-        own = [*zip(self._added, read_numbers(self._values), strict=True)]
+        local = [*zip(self._added, read_numbers(self._values), strict=True)]
         totals, weights, maxima = defaultdict(float), defaultdict(float), {}
-        for (kind, name, weight), number in chain.from_iterable(gather_shares(own)):
+        for (kind, name, weight), number in chain.from_iterable(gather_shares(local)):
             if kind == "max":
                 maxima[name] = max(maxima.get(name, number), number)
                 continue

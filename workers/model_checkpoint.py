@@ -43,9 +43,8 @@ class ModelCheckpoint:
 
     def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
         """Writes the parts named in `contents` into `folder`: model/, optim/, a file of generators a rank, and the
-        weights of huggingface/. Its configs are always there, and lora_adapter/ where the model has LoRA.
-
-        In the background: returns when all is copied; the copies are written while training goes on, until `is_saved`.
+        weights of huggingface/, whose configs are always there. In the background: returns when all is copied; the
+        copies are written until `is_saved`.
 
         Raises:
             WRITE_ERRORS: no rank waits for another then.
@@ -53,8 +52,8 @@ class ModelCheckpoint:
         """
         if group_size() > 1 and not (folder.is_dir() or folder.parent.is_dir()):
             raise ConfigError(
-                f"{folder.parent}, where this checkpoint goes, is not there on {socket.gethostname()}: each worker "
-                "writes its shards, so trainer.default_local_dir has to be on a disk that all machines share"
+                f"{folder.parent} is not there on {socket.gethostname()}: trainer.default_local_dir has to be on a "
+                "disk that all machines share, as each worker writes its shards"
             )
         if self.pending:
             wait([self.pending])  # of a checkpoint that was given up elsewhere

@@ -57,12 +57,8 @@ def training_device(n_gpus: int | None) -> torch.device:
 
 
 def gpu_trouble(devices: Path = Path("/dev")) -> str | None:
-    """Says why torch finds no GPU though this machine has one of NVIDIA's; None: it finds one, or there is none, or
-    CUDA_VISIBLE_DEVICES hides it.
-
-    Args:
-        devices: the folder where the kernel's driver lists them.
-    """
+    """Says why torch finds no GPU though the driver lists one in `devices`; None: it finds one, or there is none, or
+    CUDA_VISIBLE_DEVICES hides it."""
     present = sorted(devices.glob("nvidia[0-9]*"))
     if not present or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
         return None
@@ -71,10 +67,10 @@ def gpu_trouble(devices: Path = Path("/dev")) -> str | None:
         return f"{gpu} is a build without CUDA: install one with it (https://pytorch.org/get-started)."
     try:
         torch.cuda.init()
-        found = "it finds none."
+        reason = "it finds none."
     except RuntimeError as error:
-        found = first_line(error)
-    return f"{gpu} cannot use it: {found} It needs a driver for CUDA {torch.version.cuda}, or install an older torch."
+        reason = first_line(error)
+    return f"{gpu} cannot use it: {reason} It needs a driver for CUDA {torch.version.cuda}, or install an older torch."
 
 
 def load_causal_lm(
@@ -87,8 +83,7 @@ def load_causal_lm(
     *,
     key: str = MODEL_KEY,
 ) -> PreTrainedModel:
-    """Loads the policy at `model.path`: float32, dropout off, as `scoring_model` has it; with LoRA's matrices, if there
-    are to be any.
+    """Loads the policy at `model.path`: float32, dropout off, as `scoring_model` has it, with its adapter.
 
     Args:
         parallel: how it is spread over the workers.
@@ -122,8 +117,7 @@ def _load(
     adapter = adapter_of(model) if auto_class is AutoModelForCausalLM else NoAdapter()
 
     def prepare(made: PreTrainedModel) -> None:
-        asked = model.enable_gradient_checkpointing
-        if asked if asked is not None else device.type != "cpu":
+        if device.type != "cpu" if model.enable_gradient_checkpointing is None else model.enable_gradient_checkpointing:
             made.gradient_checkpointing_enable()
         adapter.add(with_hooks(made, parallel, adapter))
 
@@ -142,13 +136,9 @@ def load_pretrained(
     parallel: Replicas,
     prepare: Callable[[PreTrainedModel], None] = lambda made: None,
 ) -> PreTrainedModel:
-    """Loads what `auto_class` makes of the folder `model.path`, in float32 and in eval mode.
-
-    Args:
-        check: is called with the model where it was read whole, with transformers' report of its weights, and the path.
-        parallel: how it is spread over the workers.
-        prepare: changes its layers, before they are sharded.
-    """
+    """Loads what `auto_class` makes of the folder `model.path`, in float32 and in eval mode. `check` is called with the
+    model where it was read whole, with transformers' report and the path; `prepare` changes layers before they are
+    spread."""
     folder, trust = find_path(model.path), model.trust_remote_code
 
     def read() -> PreTrainedModel:
@@ -157,9 +147,9 @@ def load_pretrained(
                 str(folder), config=config, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True
             )
         except (OSError, SafetensorError) as error:
+            problem = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(
-                f"model.path={model.path}: its weights cannot be read ({type(error).__name__}: {first_line(error)}): "
-                "copy or download the model again."
+                f"model.path={model.path}: its weights cannot be read ({problem}). Download the model again."
             ) from error
         check(loaded, report, model.path)
         return loaded
@@ -182,7 +172,7 @@ def empty_model(auto_class: type, config: PretrainedConfig, folder: Path, trust_
 
 def frozen_copy(module: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Copies a policy for scoring alone: `plain_matrices` in the compute `dtype`, to which autocast would cast them
-    at every use. Where that changes a score, which a trial shows, the copy is as it was, and a notice says so."""
+    at every use; where that changes a score, as it is, and a notice says so."""
     if dtype == torch.float32:
         return copy.deepcopy(module)
     cast = {id(matrix): nn.Parameter(matrix.detach().to(dtype), False) for matrix in plain_matrices(module)}

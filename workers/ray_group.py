@@ -35,6 +35,7 @@ CLOSE_SECONDS = 5  # for workers to close what they hold: one that hangs is ende
 DEATH_SECONDS = 3  # in which Ray has noticed that a process is gone
 WAITED = "Timed out waiting"  # as gloo says it
 COLOUR = re.compile(r"\x1b\[\d+m")
+PLAIN_MODEL = ModelConfig()
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,8 @@ class Resources:
 
     def bundle(self) -> dict[str, float]:
         """Lists the resources that Ray reserves on one machine, for all its workers."""
-        here = self.workers_a_node
-        return {"CPU": float(here * self.threads)} | ({"GPU": float(here * self.gpus)} if self.gpus else {})
-
-
-PLAIN_MODEL = ModelConfig()
+        cpus, gpus = float(self.workers_a_node * self.threads), float(self.workers_a_node * self.gpus)
+        return {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
 
 
 class RayWorkerGroup:
@@ -73,10 +71,10 @@ class RayWorkerGroup:
 
     Args:
         timeout: seconds for which a rank waits for the others, in each exchange.
-        seed: of the workers' global generators, which user code may draw from; each has its own.
+        seed: of the workers' global generators; each has its own.
 
     Raises:
-        ConfigError: the cluster has less than is asked for; both figures are in the message.
+        ConfigError: the cluster has less than is asked for.
     """
 
     def __init__(
@@ -98,17 +96,13 @@ class RayWorkerGroup:
             taken.callback(remove_placement_group, placement)
             self.workers = []
             for place in range(self.size):
-                own_seed = derive_seed(seed, "process", place)
-                worker = remote_class(resources, placement, place).remote(
-                    os.getcwd(), resources.threads, model, own_seed
-                )
-                taken.callback(ray.kill, worker)
-                self.workers.append(worker)
+                settings = os.getcwd(), resources.threads, model, derive_seed(seed, "process", place)
+                self.workers.append(remote_class(resources, placement, place).remote(*settings))
+                taken.callback(ray.kill, self.workers[-1])
             if self.size > 1:
                 [address] = RayPending([self.workers[0].open_store.remote(self.size)]).result()
-                joined = enumerate(self.workers)
-                calls = [worker.join.remote(address, place, self.size, timeout) for place, worker in joined]
-                RayPending(calls).result()
+                ranks = enumerate(self.workers)
+                RayPending([worker.join.remote(address, rank, self.size, timeout) for rank, worker in ranks]).result()
             RayPending([worker.build.remote(worker_class, *args) for worker in self.workers]).result()
             self.taken = taken.pop_all()
 
@@ -133,11 +127,8 @@ class RayPending:
     calls: list[ray.ObjectRef]
 
     def result(self) -> list[Any]:
-        """Waits for all answers, by rank. The first failure ends the wait: others may wait for the rank that failed.
-
-        Raises:
-            ConfigError: a worker found settings that cannot work.
-            WorkerError: a worker failed or died.
+        """Waits for all answers, by rank; raises the ConfigError of a worker, or WorkerError where one failed or died.
+        The first failure ends the wait: others may wait for the rank that failed.
         """
         results, pending = {}, self.calls
         while pending:
@@ -151,13 +142,12 @@ class RayPending:
                 if isinstance(error.cause, ConfigError):
                     raise error.cause from None
                 self._look_for_deaths()
-                # Its text is the worker's traceback, without the frames of Ray; ours here would only repeat it.
-                text = COLOUR.sub("", str(error))
+                text = COLOUR.sub("", str(error))  # the worker's traceback, which ours would only repeat
                 raise WorkerError(f"worker rank {place} failed:\n{text}{self._missing(text)}") from None
         return [results[place] for place in range(len(self.calls))]
 
     def _look_for_deaths(self) -> None:
-        """Raises if another rank is gone, which may be why this one failed, and which Ray notices a little later."""
+        """Raises if another rank is gone, which may be why this one failed: Ray notices it a little later."""
         several = len(self.calls) > 1
         ended, _ = ray.wait(self.calls, num_returns=len(self.calls), timeout=DEATH_SECONDS if several else 0)
         for call in ended:
@@ -173,10 +163,8 @@ class RayPending:
         if WAITED not in text:
             return ""
         _, busy = ray.wait(self.calls, num_returns=len(self.calls), timeout=0)
-        return (
-            f"\nIt waited actor_rollout_ref.nccl_timeout seconds for others; ranks "
-            f"{[self.calls.index(call) for call in busy]} have not come. If they only take long, raise it."
-        )
+        ranks = [self.calls.index(call) for call in busy]
+        return f"\nIt waited actor_rollout_ref.nccl_timeout seconds; ranks {ranks} have not come. If slow, raise it."
 
     @staticmethod
     def _death(place: int, error: Exception) -> "WorkerError":
@@ -184,10 +172,7 @@ class RayPending:
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:
-    """Starts the workers that play each of `roles`, where trainer.executor says.
-
-    Today one group plays them all: rollouts are drawn from the actor's own weights.
-    """
+    """Starts the workers that play each of `roles`, where trainer.executor says: one group plays them all."""
     return dict.fromkeys(roles, start_group(config, ModelWorker, config, total_steps, tuple(roles)))
 
 
@@ -209,8 +194,7 @@ def start_process(n_threads: int, model: ModelConfig) -> None:
 
 def check_machine(config: Config) -> None:
     """Raises ValueError where there are fewer GPUs or cores than `config` asks for, here or in the Ray cluster, or
-    where layout or engine cannot work by its settings. A notice tells of a GPU that is here and that torch cannot
-    use."""
+    where layout or engine cannot work by its settings; a notice tells of a GPU that torch cannot use."""
     resources = Resources.from_config(config.trainer)
     layout_of(config, resources.workers).check(config, resources.workers)
     check_present(resources, uses_ray(config.trainer))
@@ -280,54 +264,50 @@ def remote_class(resources: Resources, placement: PlacementGroup, place: int) ->
 
 def worker_environment(n_threads: int) -> dict[str, str]:
     """Makes the environment of every worker process: our modules on the path, one pool of threads of that size, and
-    of a machine's GPUs its own alone, even where Ray is told to show all (it is the first that it computes on)."""
+    its own GPU alone, even where Ray is told to show all."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    own_gpus = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
-    return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(n_threads), **own_gpus, **VARIABLES}
+    return {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": str(n_threads),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
+        **VARIABLES,
+    }
 
 
 def reserve(resources: Resources) -> PlacementGroup:
-    """Reserves a placement group of one bundle a machine, on machines apart where there are as many.
-
-    Raises:
-        ConfigError: the cluster does not have it, or others do not free it in time.
-    """
+    """Reserves a placement group of one bundle a machine, on machines apart where there are as many; raises ConfigError
+    if the cluster does not have it, or others do not free it in time."""
     bundle = resources.bundle()
     check_resources(resources, machines())
     placement = placement_group([bundle] * resources.nodes, strategy="SPREAD")
     if not placement.wait(PLACEMENT_SECONDS):
         remove_placement_group(placement)
         raise ConfigError(
-            f"the Ray cluster has {resources.nodes} × {bundle} but did not free it within {PLACEMENT_SECONDS} s; "
-            f"available now: {ray.available_resources()}. Stop other jobs or ask for less (trainer.n_threads)."
+            f"the Ray cluster did not free {resources.nodes} × {bundle} within {PLACEMENT_SECONDS} s; available: "
+            f"{ray.available_resources()}. Stop other jobs or lower trainer.n_threads."
         )
     return placement
 
 
 def check_present(resources: Resources, on_ray: bool) -> None:
-    """Checks that there are GPUs enough and, for a run `on_ray`, which reserves them, cores: here, or in the cluster if
-    one is running. Otherwise Ray need not be started, which takes seconds.
-
-    Raises:
-        ConfigError: there are fewer than asked for; both figures are in the message.
-    """
-    gpus, present = resources.workers * resources.gpus, torch.cuda.device_count()
-    cores, here = resources.workers * resources.threads if on_ray else 0, os.cpu_count() or 1
-    if gpus <= present and cores <= here:
+    """Raises ConfigError where there are fewer GPUs than asked for or, for a run `on_ray`, which reserves them, cores:
+    here, or in the cluster if one is running. Ray need not be started for that, which takes seconds."""
+    gpus, present_gpus = resources.workers * resources.gpus, torch.cuda.device_count()
+    cores, present_cores = resources.workers * resources.threads if on_ray else 0, os.cpu_count() or 1
+    if gpus <= present_gpus and cores <= present_cores:
         return
     if on_ray and joins_cluster():
         return check_resources(resources, machines())
-    if gpus <= present:
+    if gpus <= present_gpus:
         raise ConfigError(
             f"{resources.workers} workers with {Threads(resources.threads, resources.threads_from)} each ask for "
-            f"{cores} cores, and this machine has {here}: lower trainer.n_workers_per_node or trainer.n_threads, or "
-            "start a cluster of more machines with `ray start` and set trainer.nnodes."
+            f"{cores} cores, and this machine has {present_cores}: lower trainer.n_workers_per_node or "
+            "trainer.n_threads, or `ray start` more machines and set trainer.nnodes."
         )
     raise ConfigError(
-        f"trainer.n_gpus_per_node × trainer.nnodes asks for {gpus} GPUs; torch finds {present} on this machine, and "
-        "no Ray cluster runs that may have more. Leave trainer.n_gpus_per_node null to take what is here (on the CPU: "
-        "trainer.n_workers_per_node), or start a cluster with `ray start` on machines that have them."
-        f"{' ' + trouble if (trouble := gpu_trouble()) else ''}"
+        f"trainer.n_gpus_per_node × trainer.nnodes asks for {gpus} GPUs; torch finds {present_gpus} on this machine. "
+        "Leave trainer.n_gpus_per_node null to take what is here, or `ray start` machines that have them. "
+        f"{gpu_trouble() or ''}".strip()
     )
 
 
@@ -349,17 +329,16 @@ def machines() -> list[dict[str, float]]:
 
 
 def check_resources(resources: Resources, present: Sequence[dict[str, float]]) -> None:
-    """Raises ConfigError where the machines `present` have no room for as many bundles as there are to be nodes; what
-    is asked and what there is are in the message."""
+    """Raises ConfigError where the machines `present` have no room for as many bundles as there are to be nodes."""
     bundle = resources.bundle()
     room = [min(int(machine.get(name, 0) // amount) for name, amount in bundle.items()) for machine in present]
     if sum(room) < resources.nodes:
         has = [{name: machine.get(name, 0) for name in bundle} for machine in present]
         raise ConfigError(
-            f"asked Ray for {resources.nodes} × {bundle}, the machines of the cluster have {has}. Lower "
-            "trainer.n_threads / trainer.n_workers_per_node / trainer.n_gpus_per_node / trainer.nnodes, or add "
-            "machines with `ray start`."
+            f"asked Ray for {resources.nodes} × {bundle}, the machines of the cluster have {has}. Lower trainer."
+            "n_threads, n_workers_per_node, n_gpus_per_node or nnodes, or add machines with `ray start`."
         )
     if len(present) < resources.nodes:
-        here = f"the Ray cluster has {len(present)}, which takes the workers of all"
-        notice_once(f"trainer.nnodes={resources.nodes} machines are asked for: {here}.")
+        notice_once(
+            f"trainer.nnodes={resources.nodes} machines are asked for: the Ray cluster has {len(present)} for all."
+        )

@@ -2,9 +2,8 @@
 
     model.token_scores(micro, temperature, ask) -> TokenScores
 
-scores the responses of a micro-batch, packed where the model can take that (extras/kernels/) and padded otherwise. It
-serves the policy, whose head is over the vocabulary, and the critic, whose head has one output a token. Everything
-that trains or scores enters by it: that is where FSDP2 gathers the weights.
+scores the responses of a micro-batch, packed where the model can take that (extras/kernels/) and padded otherwise, by a
+policy or a critic. Everything that trains or scores enters by it: that is where FSDP2 gathers the weights.
 """
 
 from collections.abc import Callable, Collection
@@ -30,11 +29,7 @@ from workers.forward_check import (
     scaled_up_weights,
     trained_log_probs,
 )
-from workers.micro_batches import (
-    WHOLE_SEQUENCE,
-    MicroBatch,
-    TokenScores,
-)
+from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores
 from workers.parallel import Replicas
 
 
@@ -103,12 +98,8 @@ def take_forward(model: PreTrainedModel, settings: ModelConfig, like: PreTrained
 
 
 def choose_forward(model: PreTrainedModel, settings: ModelConfig, trial: Trial, dtype: torch.dtype) -> str | None:
-    """Gives `model` the first forward that computes what transformers' eager attention does: the packed one, the padded
-    one by the model's usual attention, the padded one by the eager. A notice says so where it is not the first.
-
-    Returns:
-        Why not even the last may be used; None: a forward was found.
-    """
+    """Gives `model` the first forward that computes what transformers' eager attention does: packed, padded by its
+    usual one, padded by the eager; a notice tells of the others. Says why not even the last may be used, or None."""
     usual, name = model.config._attn_implementation, type(model).__name__
     packed = model.kernels.prepare(model)
     if packed is not None and settings.use_remove_padding:
@@ -135,16 +126,9 @@ def set_forward(model: PreTrainedModel, forward: Callable[..., TokenScores], sha
 def padded_scores(
     model: PreTrainedModel, micro: MicroBatch, temperature: float, ask: Collection[str] = ("log_probs",)
 ) -> TokenScores:
-    """Scores the responses of a micro-batch by `model`.
-
-    The token at column P+t is predicted at column P+t−1, and a critic's value of it read there; logits are divided by
-    the sampling temperature.
-
-    Args:
-        ask: names of `TokenScores`: values, of a critic; any others, of a policy, and log_probs come with them.
-    """
-    # A sequence's last token predicts nothing and is left out. By `forward` itself: as a call, it would be a second
-    # entry into a sharded model.
+    """Scores the responses of a micro-batch by `model`: the token at column P+t at column P+t−1, logits divided by the
+    sampling temperature. `ask`: values, of a critic; of a policy others of `TokenScores`, with log_probs."""
+    # The last token predicts nothing. By `forward` itself: a call would be a second entry into a sharded model.
     inputs = {name: micro.columns[name][:, :-1] for name in WHOLE_SEQUENCE} | {"use_cache": False}
     keep = {} if "values" in ask else {"logits_to_keep": micro.response_width}
     logits = model.forward(**inputs, **keep).logits

@@ -109,7 +109,7 @@ class vLLMRollout(Rollout):
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """Where the model is split over workers: in the block the leader asks; before it, others do what it does."""
+        """Has the leader ask within the block, where a model is split; the others do the same before it."""
         leads = self.lockstep.place == 0
         if not leads:
             verbs = {"step": self._step, "abort": self._abort}

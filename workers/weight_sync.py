@@ -1,8 +1,7 @@
-"""Brings the policy's weights to its engine after every step, and checks that the engine samples by them.
+"""Brings the policy's weights to its engine after every step, and checks that the engine samples by them: one with a
+copy must have been handed every weight, and the log-probs of a few tokens that it draws must be the trainer's.
 
-A weight that never arrives breaks nothing: the run would learn from another policy than the one it trains. So an engine
-with a copy must have been handed every weight, and the log-probs of a probe, a few tokens that it draws, must be the
-trainer's. `TABLE["sync"]` names what adds to that: extras/certificate compares the bits.
+`TABLE["sync"]` names what adds to that: extras/certificate compares the bits.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,8 +44,7 @@ class WeightSync:
         """Has the engine sample by the policy's present weights, called `version`. All ranks call this together.
 
         Returns:
-            rollout/weight_version, and, if a probe was drawn, rollout/sync_max_logprob_diff: the largest distance of
-            the engine's log-probs from the trainer's, in nats.
+            rollout/weight_version, and, if a probe was drawn, rollout/sync_max_logprob_diff, in nats.
 
         Raises:
             RuntimeError: the engine does not sample by these weights; says what it was handed.
@@ -69,11 +67,10 @@ class WeightSync:
             metrics["rollout/sync_max_logprob_diff"] = largest_distance(drawn, scored)
             problems += self.compare_log_probs(drawn, scored)
         if problems:
-            remedy = "Set actor_rollout_ref.rollout.name=hf, which samples from the actor itself, and report the model."
             raise RuntimeError(
                 f"after the sync of weights {version}, {type(engine).__name__} does not sample by the actor's: "
                 f"{'; '.join(problems)}. {len(self.sent)} tensors of {sum(self.sent.values()) / 1e6:.1f} MB were "
-                f"handed over. {remedy if engine.own_weights else 'Report the model.'}"
+                "handed over. Report the model; actor_rollout_ref.rollout.name=hf samples from the actor itself."
             )
         return metrics
 
@@ -142,17 +139,15 @@ def draw_probe(engine: Rollout, vocab_size: int) -> DataProto | None:
 
 
 def score_probe(policy: TrainEngine, drawn: DataProto | None) -> tuple[DataProto, Tensor]:
-    """Scores what this rank's engine has drawn by the policy; None: another rank leads that engine.
-
-    All ranks score, as a forward of shards takes all of them.
+    """Scores what this rank's engine has drawn by the policy; None: another rank leads that engine. All ranks score.
 
     Returns:
         the rollout of one row, and the trainer's log-probs of its response, [1, R].
     """
     first = rank() - rank() % Peers.size  # of those who compute together, and score the same
-    own = [each for each in gather(drawn)[: first + 1] if each is not None][-1]
+    probe = [each for each in gather(drawn)[: first + 1] if each is not None][-1]
     with policy.autocast():  # where the weights are: beside an engine that is awake, a GPU may have no room for them
-        return own, trained_log_probs(policy.module, own)
+        return probe, trained_log_probs(policy.module, probe)
 
 
 def largest_distance(drawn: DataProto, scored: Tensor) -> float:

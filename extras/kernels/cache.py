@@ -1,11 +1,9 @@
 """The memory of the rows that are generating: their keys and values.
 
-The keys and values of a prompt are kept once, for all rows that answer it; each row's own are written in place. A row's
-own tokens end at the column that is written next, so that rows which joined at different times step together. Rows
-leave by giving their place to the last one, and prompts that join take the places of those that no row answers any
-more. Both memories are a little larger than what is in use, and are cut to that and enlarged again when they are full.
-Where all of this stands is known on the host, as no step may wait for the device to tell.
-Attention to such a cache is in decode.py.
+The keys and values of a prompt are kept once, for all rows that answer it; each row's own are written in place and end
+at the column that is written next, so that rows which joined at different times step together. Rows leave by giving
+their place to the last one; prompts that join take the places of those that no row answers any more. Where all of this
+stands is known on the host, as no step may wait for the device to tell. Attention to such a cache is in decode.py.
 """
 
 from collections.abc import Sequence

@@ -5,15 +5,16 @@ that share it. On a CPU, the weights of `Linear` layers are copied in the run's 
 Both stand in for the module's own only while `decoding` lasts, and change nothing but the order of additions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from extras.kernels.cache import RowCache
 from extras.kernels.packed_attention import is_packed, known_sdpa_mask, layer_window
 from extras.kernels.products import Linear, packed_linear
 
@@ -21,32 +22,10 @@ NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make
 
 
-class Prompt(Protocol):
-    """One layer's keys and values of all prompts, [prompts, key heads, P, d] each."""
-
-    prompt_keys: Tensor
-    prompt_values: Tensor
-
-
-class Rows(Protocol):
-    """The cache of the rows that are generating (extras/kernels/cache.py), as attention needs it."""
-
-    layers: Sequence[Prompt]
-
-    def by_prompt(self, rows: Tensor) -> Tensor: ...
-
-    def by_row(self, grouped: Tensor) -> Tensor: ...
-
-    def mask(self, window: int | None) -> Tensor | None: ...
-
-
 @contextmanager
 def decoding(model: PreTrainedModel) -> Iterator[bool]:
-    """Has `model` decode fast, until the end of the block.
-
-    Yields whether its attention then reads a prompt once for all rows that answer it, and is to be given them as
-    `rows=`. For a model that was not prepared nothing changes, and that is False.
-    """
+    """Has `model` decode fast for the block. Yields whether its attention then reads a prompt once for all rows that
+    answer it, and is to be given them as `rows=`; not that of a model which was not prepared."""
     attention = model.config._attn_implementation
     shares_prompts = is_packed(model)
     try:
@@ -62,9 +41,7 @@ def decoding(model: PreTrainedModel) -> Iterator[bool]:
 
 def lay_out_weights(model: PreTrainedModel, steps: int, rows: int) -> bool:
     """Within `decoding`: lays the weights of `model` out for products with `rows` rows, as they are now, until its end.
-
-    Returns whether that is done, which takes some rows and some steps to gain what it costs.
-    """
+    Returns whether that is done, which takes some rows and some steps to gain what it costs."""
     gains = rows >= MIN_ROWS and steps >= MIN_STEPS
     for layer in model.modules() if gains else ():
         if isinstance(layer, Linear):
@@ -79,7 +56,7 @@ def decode_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    rows: Rows | None = None,
+    rows: RowCache | None = None,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:

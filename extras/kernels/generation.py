@@ -1,18 +1,26 @@
-"""Generates by the kernels: reads a prompt once for all its samples, and keeps an episode's turns."""
+"""Generates by the kernels: reads a prompt once for all its samples, and keeps what episodes have read between turns.
+
+The prompt of an episode's next turn begins with what the model has read in the turn before; what it shares with that,
+token for token, need not go through the model again.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from data.types import Completion, Request
 from extras.kernels.cache import RowCache
 from extras.kernels.decode import decoding, lay_out_weights
 from extras.kernels.packed_attention import known_padding
-from extras.kernels.turn_cache import CachedPrefix, Layers, TurnCache, cache_of
 from workers.hf_rollout import Rows, RunningBatch, RunningRow, SeparateRows, last_logits, pad_left, positions_of
+
+Layers = list[tuple[Tensor, Tensor]]  # keys and values by layer, [tokens, heads, d] each
 
 
 class LaidOut(RunningBatch):
@@ -71,7 +79,7 @@ class SharedPrompts(LaidOut):
             layers = self.cache.row_layers(place)
         else:
             layers = self._prompt_layers(prefilled, place, len(row.request.prompt_ids))
-        self.turns.put(row.request.episode, CachedPrefix(row.read_ids, layers))
+        self.turns.put(row.request.episode, CachedPrefix([*row.request.prompt_ids, *row.token_ids[:-1]], layers))
 
     def goes_on(self) -> bool:
         return bool(self.turns.episodes) or super().goes_on()
@@ -112,3 +120,84 @@ class SharedPrompts(LaidOut):
     def _prompt_layers(self, prefilled: DynamicCache, place: int, length: int) -> Layers:
         whole = [(layer.keys, layer.values) for layer in prefilled.layers]
         return [tuple(memory[place, :, -length:].transpose(0, 1).clone() for memory in pair) for pair in whole]
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """The keys and values of the tokens `ids` in `layers`, which have as many or more."""
+
+    ids: Sequence[int] = ()
+    layers: Layers = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def common_prefix(self, prompt: Sequence[int]) -> "CachedPrefix":
+        """Returns the tokens that `prompt` begins with; never all of it, as the logits after its last are needed."""
+        most = min(len(self), len(prompt) - 1)
+        differs = (place for place in range(most) if self.ids[place] != prompt[place])
+        return CachedPrefix(prompt[: next(differs, most)], self.layers)
+
+
+class TurnCache:
+    """Keeps what each episode that may go on has read; of more than `most_tokens` in all, the oldest go.
+
+    Attributes:
+        episodes: that may go on, added by the engine: nothing is kept of others.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens, self.tokens = most_tokens, 0
+        self.episodes: set[int] = set()
+        self.turns: dict[int, CachedPrefix] = {}  # by episode, the oldest first
+
+    def put(self, episode: int, turn: CachedPrefix) -> None:
+        """Keeps what an episode has read, unless it was forgotten meanwhile."""
+        if episode not in self.episodes:
+            return
+        self._pop(episode)
+        self.turns[episode] = turn
+        self.tokens += len(turn)
+        while self.tokens > self.most_tokens:
+            self._pop(next(iter(self.turns)))
+
+    def take(self, prompt: Sequence[int], episodes: Iterable[int | None]) -> CachedPrefix:
+        """Takes out what is kept of these episodes, and returns the longest beginning of `prompt` in it."""
+        prefixes = [turn.common_prefix(prompt) for episode in episodes if (turn := self._pop(episode))]
+        return max(prefixes, key=len, default=CachedPrefix())
+
+    def forget(self, episodes: Iterable[int]) -> None:
+        for episode in [*episodes]:
+            self.episodes.discard(episode)
+            self._pop(episode)
+
+    def _pop(self, episode: int | None) -> CachedPrefix | None:
+        turn = self.turns.pop(episode, None)
+        self.tokens -= len(turn or ())
+        return turn
+
+
+class PromptCache(DynamicCache):
+    """Whole prompts, in the precision that attention multiplies in: rotations leave float32, which autocast would make
+    of it again in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()  # not told of sliding windows
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        device = keys.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else keys.dtype
+        return super().update(keys.to(dtype), values.to(dtype), layer_idx, *args, **kwargs)
+
+
+def cache_of(turns: Sequence[CachedPrefix], lengths: Sequence[int]) -> PromptCache:
+    """Returns the first `lengths` tokens of each of `turns`, padded on the left; empty if there are none."""
+    cache = PromptCache()
+    for index, like in enumerate(next((turn.layers for turn in turns if turn.layers), []) if any(lengths) else []):
+        beginnings = [
+            [kept[:length] for kept in turn.layers[index]] if length else [kept[:0] for kept in like]
+            for turn, length in zip(turns, lengths, strict=True)
+        ]
+        keys, values = (pad_sequence(rows, True, padding_side="left") for rows in zip(*beginnings, strict=True))
+        cache.update(keys.transpose(1, 2), values.transpose(1, 2), index)
+    return cache

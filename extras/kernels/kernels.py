@@ -1,7 +1,6 @@
 """Makes a CPU or a GPU faster, and does nothing else: it may be left out (`actor_rollout_ref.model.kernels=off`).
 
-Other packages import nothing of it but the functions named here. Classes are exchanged, hooks set and functions
-registered with transformers in here alone, and only when `prepare` or `start_process` is called.
+Classes are exchanged, hooks set and functions registered with transformers in this folder alone, by `prepare`.
 """
 
 import ctypes
@@ -34,8 +33,7 @@ class Kernels(Forward):
         start_process()
 
     def give_back_memory(self) -> None:
-        """Gives all memory that is free in this process back to the kernel: that in which a model was loaded, before it
-        went to a GPU, which `start_process` would keep for good."""
+        """Gives all free memory of this process, in which models were loaded, back to the operating system."""
         if IS_GLIBC:
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -56,12 +54,8 @@ class Kernels(Forward):
 
 
 def start_process() -> None:
-    """Keeps freed memory in the process, for the next step, which asks for the same large tensors.
-
-    By default malloc gives each back to the kernel and has it zeroed again page by page, which took longer than the
-    arithmetic on them for tensors of 100 MB (183 against 18 ms). The price: the process keeps what it needed at its
-    peak, and more where sizes differ from step to step.
-    """
+    """Keeps freed memory in the process, for the next step, which asks for the same large tensors: malloc would have
+    each zeroed again page by page (183 against 18 ms for 100 MB)."""
     if IS_GLIBC:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)

@@ -1,13 +1,10 @@
 """Forwards the rows of a micro-batch packed: without padding, and each distinct prompt once, whatever its samples.
 
-All prompts and then all responses stand in one long row of T tokens. Everything in a transformer but attention looks at
-one token at a time and needs to know nothing of it. Attention is given the layout: a prompt's tokens attend to their
-prompt, a response's to its prompt and to itself. On a CPU, prompts and responses are each a padded batch that SDPA is
-given by blocks of columns: only the sequences that reach a block, and only the keys up to it. On a GPU it is one call
-of FlexAttention on the row as it is, by a mask that skips blocks of tokens that do not see each other: one kernel for
-rows of all lengths, and keys and values that queries share are read as they are. Autograd adds up what the samples of a
-prompt ask of its keys and values. The function is registered with transformers' attention interface, so no model is
-patched; called without a layout (generation, padded batches) it is plain SDPA.
+All prompts and then all responses stand in one long row of T tokens; attention alone has to know of it: a prompt's
+tokens attend to their prompt, a response's to its prompt and to itself. On a CPU, prompts and responses are each a
+padded batch that SDPA is given by blocks of columns (ragged.py). On a GPU it is one call of FlexAttention on the row as
+it is, by a mask that skips blocks of tokens that do not see each other. The function is registered with transformers'
+attention interface; called without a layout (generation, padded batches) it is plain SDPA.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -269,15 +266,15 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: fl
             output = compiled_flex()(*tensors, **options)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise RuntimeError(
-            f"FlexAttention was compiled {MOST_GRAPHS} times in this process, and for {tuple(query.shape)} it would be "
-            "again (TORCH_LOGS=recompiles says why). actor_rollout_ref.model.use_remove_padding=false does without it."
+            f"FlexAttention was compiled {MOST_GRAPHS} times in this process (TORCH_LOGS=recompiles says why). "
+            "actor_rollout_ref.model.use_remove_padding=false does without it."
         ) from error
     return output[:, :, :-missing] if missing else output
 
 
 def laid_out(tensor: Tensor, missing: int) -> Tensor:
-    """Pads [1, heads, T, d] by so many tokens, as FlexAttention is compiled for once: it would be anew for a view, for
-    a layout other than that of rotated queries, and, if they were no constants, for what was as many as the heads."""
+    """Pads [1, heads, T, d] by so many tokens, in the one layout that FlexAttention is compiled for: it would be anew
+    for a view, or another layout than that of rotated queries."""
     if missing:
         tensor = F.pad(tensor.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
     if tensor._is_view():
@@ -289,8 +286,7 @@ def laid_out(tensor: Tensor, missing: int) -> Tensor:
 
 @contextmanager
 def known_padding(has_padding: bool) -> Iterator[None]:
-    """Tells transformers, which makes its masks in the block, what it would wait for a GPU to tell: whether any row of
-    the batch is padded."""
+    """Tells transformers, which makes its masks in the block, whether any row of the batch is padded."""
     before = HAS_PADDING.set(has_padding)
     try:
         yield

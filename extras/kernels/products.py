@@ -1,10 +1,8 @@
 """Multiplies float32 matrices on a CPU by oneDNN.
 
-`F.linear` hands its products to the BLAS that torch was built with, MKL, which leaves the AVX-512 of other makers' CPUs
-unused. oneDNN comes with torch as well and picks its kernels by what the CPU can do: 390 against 180 GFLOP/s on two
-threads of an AMD EPYC. Without AVX-512 MKL is the faster of the two (an update at 135M took 1.35 times as long by
-oneDNN), except in products with few rows whose weight was laid out beforehand. Where oneDNN is not to be had (other
-devices and precisions, builds without it), everything here is what torch does anyway.
+`F.linear` uses MKL, which leaves the AVX-512 of other makers' CPUs unused: 180 GFLOP/s against oneDNN's 390 on two
+threads of an AMD EPYC. Without AVX-512 MKL is the faster of the two, except in products with few rows whose weight was
+laid out beforehand. Where oneDNN is not to be had, everything here is what torch does anyway.
 """
 
 import platform

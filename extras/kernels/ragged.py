@@ -117,12 +117,8 @@ def in_a_row(outputs: list[Tensor]) -> Tensor:
 
 
 class _Views(torch.autograd.Function):
-    """Queries, keys and values as they came, for the next block, and those of one block.
-
-    In the backward, which reaches the last block first, a block adds to the gradients of all in place: autograd by
-    itself would make gradients of all keys for the view of every block. There is one graph, with nothing saved in it
-    but by autograd, so that checkpointing computes a layer again once.
-    """
+    """Queries, keys and values as they came, for the next block, and those of one block. In the backward, which reaches
+    the last block first, a block adds to the gradients of all in place: autograd would make new ones for every view."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from workers.collectives import largest
-from workers.forward_check import EAGER_WIDTH, FAILURES, ROUNDINGS, SHORTEST, TOLERANCE, Trial, ragged_batch
+from workers.forward_check import FAILURES, ROUNDINGS, SHORTEST, TOLERANCE, Trial, ragged_batch
 from workers.micro_batches import MicroBatchSize, cut
 
 # Tokens of the longest row, at least: in a lower precision, whose roundings take more scored tokens to know; and on a
@@ -14,15 +14,7 @@ ROUNDED, BLOCKS = 32, 200
 
 
 class PackedTrial(Trial):
-    """Adds the gradient; of rows too long for eager attention, a second trial against the model's usual one, for which
-    the short one vouches."""
-
-    longer: "PackedTrial | None" = None
-
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, longest: int) -> None:
-        super().__init__(model, dtype, longest)
-        if self.width > EAGER_WIDTH:
-            self.longer = LongTrial(model, dtype, self.width)
+    """Adds the gradient."""
 
     @staticmethod
     def shortest(model: PreTrainedModel, dtype: torch.dtype) -> int:
@@ -36,17 +28,16 @@ class PackedTrial(Trial):
         self.gradients = {dtype: self.gradient(1, dtype) for dtype in self.dtypes}
 
     def problem(self, dtype: torch.dtype) -> str | None:
-        problem = super().problem(dtype) or self.wrong_gradient(dtype)
-        return self.longer.problem(dtype) if problem is None and self.longer else problem
+        return super().problem(dtype) or self.wrong_gradient(dtype)
 
     def wrong_gradient(self, dtype: torch.dtype) -> str | None:
         """Says by how much the gradient is wrong, of all rows together; None: it is not."""
-        wanted, exact = self.gradients[dtype], self.gradients[torch.float32]
+        reference, exact = self.gradients[dtype], self.gradients[torch.float32]
         try:
-            distance, norm = (self.gradient(len(self.short), dtype) - wanted).norm(), wanted.norm()
+            distance, norm = (self.gradient(len(self.short), dtype) - reference).norm(), reference.norm()
         except FAILURES as error:
             return f"{type(error).__name__}: {error}"
-        limit = max(TOLERANCE * norm, ROUNDINGS * (wanted - exact).norm())
+        limit = max(TOLERANCE * norm, ROUNDINGS * (reference - exact).norm())
         is_wrong = norm.isfinite() and not distance <= limit  # some enlarged weights have no gradient at all
         worst = largest(float(distance / norm) if is_wrong else 0.0)
         return f"gradients then differ by {worst:.1g} of their norm" if worst else None
@@ -70,19 +61,11 @@ class PackedTrial(Trial):
                     scores = model.token_scores(micro, 1.0, [self.ask])._asdict()[self.ask]
                 embedded, ids = leaves[-1]
                 with model.parallel.without_sums(model):
-                    [found] = torch.autograd.grad(scores[micro.is_scored].sum(), [embedded])
+                    [gradient] = torch.autograd.grad(scores[micro.is_scored].sum(), [embedded])
                 places = torch.searchsorted(known, ids.flatten())
-                total += found.new_zeros(len(known), found.shape[-1]).index_add(0, places, found.flatten(0, -2))
+                zeros = gradient.new_zeros(len(known), gradient.shape[-1])
+                total += zeros.index_add(0, places, gradient.flatten(0, -2))
         finally:
             hook.remove()
             model.train(mode)
         return total
-
-
-class LongTrial(PackedTrial):
-    """Holds forwards against the attention that the model has."""
-
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, width: int) -> None:
-        self.model, self.dtypes = model, {torch.float32, dtype}
-        self.ask = "values" if model.get_output_embeddings() is None else "log_probs"
-        self.refer(width)

@@ -6,7 +6,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,59 +34,6 @@ BEYOND = (  # settings of an adapter with which it is more than pairs of matrice
 )
 
 
-class Lora(NoAdapter):
-    """The hook `adapter`: LoRA's matrices alone are trained."""
-
-    name = "LoRA"
-    hint = " Or LoRA's matrices do not fit beside some layer, like a router: name it in model.exclude_modules."
-
-    @classmethod
-    def check_settings(cls, settings: ModelConfig, key: str) -> None:
-        check_settings(settings, key)
-
-    def is_sent_alone(self, rollout: RolloutConfig) -> bool:
-        return rollout.load_lora == "adapter"
-
-    def add(self, model: PreTrainedModel) -> None:
-        add_lora(model, self.settings)
-
-    def start(self, model: PreTrainedModel) -> None:
-        load_adapter(model, self.settings) if self.settings.lora_adapter_path else reset_adapters(model)
-
-    def off(self, model: PreTrainedModel) -> AbstractContextManager:
-        return without_lora(model)
-
-    def check(self, model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], Tensor], limit: float) -> None:
-        check_merges(model, log_probs, limit)
-
-    def weights(self, model: PreTrainedModel, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return plain_weights(model, merged)
-
-    def is_own(self, name: str) -> bool:
-        return is_lora(name)
-
-    def own_weights(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-        return adapter_weights(model)
-
-    def scales(self, model: PreTrainedModel) -> dict[str, float]:
-        return {name: scale for name, _, scale in matrices_of(lora_layers(model)) if scale != 1}
-
-    def saved_name(self, name: str) -> str:
-        return saved_name(name)
-
-    def plain_name(self, name: str) -> str:
-        return name.replace(".base_layer.", ".")
-
-    def save(self, model: PreTrainedModel, own: dict[str, Tensor], folder: Path) -> None:
-        save_pretrained(model, own, folder)
-
-    def save_alone(self, model: PreTrainedModel, own: dict[str, Tensor], folder: Path) -> None:
-        save_adapter(model, own, folder)
-
-    def largest_rank(self, model: PreTrainedModel) -> int:
-        return largest_rank(model)
-
-
 def has_lora(model: PreTrainedModel) -> bool:
     """Says whether `model` has LoRA's matrices, which alone are trained."""
     return model._hf_peft_config_loaded  # transformers' word for "has adapters"
@@ -94,11 +41,7 @@ def has_lora(model: PreTrainedModel) -> bool:
 
 def add_lora(model: PreTrainedModel, settings: ModelConfig) -> None:
     """Freezes `model` and puts LoRA's matrices beside its own, by `settings` or as the adapter in `lora_adapter_path`
-    has them, whose numbers `load_adapter` brings. They start at no effect.
-
-    Raises:
-        ValueError: the model has no such modules; names the key.
-    """
+    has them; raises ValueError, naming the key, if it has no such modules."""
     from peft.tuners.lora import LoraLayer  # two seconds, and only needed here
 
     tables = model.get_input_embeddings(), model.get_output_embeddings()
@@ -117,11 +60,8 @@ def add_lora(model: PreTrainedModel, settings: ModelConfig) -> None:
 
 
 def adapter_config(settings: ModelConfig) -> "LoraConfig":
-    """Reads off what matrices there are to be, for peft.
-
-    Raises:
-        ValueError: the saved adapter is no plain LoRA, or of another rank than `lora_rank`.
-    """
+    """Reads off what matrices there are to be, for peft; raises ValueError if the saved adapter is no plain LoRA, or of
+    another rank than `lora_rank`."""
     from peft import LoraConfig, PeftConfig
 
     if settings.lora_adapter_path is None:
@@ -142,8 +82,8 @@ def adapter_config(settings: ModelConfig) -> "LoraConfig":
         )
     if beyond := [name for name in BEYOND if getattr(saved, name) != getattr(plain, name)]:
         raise ValueError(
-            f"{key} was made with {', '.join(beyond)}, so that it is more than LoRA's matrices: merge it into the "
-            "model (peft's merge_and_unload), and set model.path to that."
+            f"{key} was made with {', '.join(beyond)}: merge it into the model (peft's merge_and_unload), and set "
+            "model.path to that."
         )
     saved.inference_mode = False
     return saved
@@ -164,8 +104,8 @@ def unfit(model: PreTrainedModel, settings: ModelConfig, problem: str) -> Config
 
 @torch.no_grad()
 def reset_adapters(model: PreTrainedModel) -> None:
-    """Draws LoRA's matrices as peft does, so that they have no effect yet: by the global generator's seed and their
-    names, and so the same ones however many workers hold them."""
+    """Draws LoRA's matrices as peft does, so that they have no effect yet, by the global generator's seed and their
+    names: the same ones however many workers hold them."""
     for name, weight in model.named_parameters():
         if is_lora(name):
             start, generator = torch.zeros(weight.shape), torch_generator(torch.initial_seed(), name)
@@ -178,11 +118,7 @@ def reset_adapters(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, settings: ModelConfig) -> None:
-    """Gives LoRA's matrices the numbers of those in `lora_adapter_path`.
-
-    Raises:
-        ValueError: they are those of another model; names the key.
-    """
+    """Gives LoRA's matrices the numbers of those in `lora_adapter_path`; raises ValueError if they do not fit."""
     from peft.utils import load_peft_weights
 
     path = find_path(settings.lora_adapter_path)
@@ -215,13 +151,9 @@ def without_lora(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def plain_weights(model: PreTrainedModel, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of every weight of the plain model that computes the same: LoRA's matrices are added to
-    those beside them, one at a time. Tied weights come under each of their names. Of several workers each yields its
-    parts, and all have to go through them.
-
-    Args:
-        merged: False: nothing is added, so that it is the frozen model.
-    """
+    """Yields name and value of every weight of the plain model that computes the same (not `merged`: of the frozen
+    one): LoRA's matrices are added one at a time. Tied weights come under each of their names; of several workers each
+    yields its parts, and all go through them."""
     added: dict[int, list[Any]] = {}  # LoRA's layers, by the id of the weight that they add to
     for layer, weight in lora_layers(model).values():
         added.setdefault(id(weight), []).append(layer)
@@ -267,9 +199,8 @@ def lora_layers(model: PreTrainedModel) -> dict[str, tuple[Any, nn.Parameter]]:
 
 
 def check_merges(model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], Tensor], limit: float) -> None:
-    """Tries whether `plain_weights` compute what LoRA's matrices do, with random numbers in them; puts all of it back.
-
-    Of layers that differ in the number of their decoder layer alone, the first is tried: a copy of its weight is made.
+    """Tries whether `plain_weights` compute what LoRA's matrices do, with random numbers in them, and puts all back. Of
+    layers that differ in the number of their decoder layer alone, the first is tried.
 
     Args:
         log_probs: scores a batch by the model as it is.
@@ -287,10 +218,8 @@ def check_merges(model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], 
     if wrong := {name.rpartition(".")[2]: distance for name, distance in alone.items() if not distance < limit}:
         names = ",".join(sorted(wrong))
         raise ValueError(
-            f"LoRA's matrices beside {names} of {type(model).__name__} cannot be merged: by merged weights log-probs "
-            f"then differ by {max(wrong.values()):.1g}, as the model reads these weights past their layer, or shares "
-            f"them among layers. Leave them out (model.exclude_modules=[{names}]), or name others in "
-            "model.target_modules."
+            f"LoRA's matrices beside {names} of {type(model).__name__} cannot be merged: log-probs then differ by "
+            f"{max(wrong.values()):.1g}. Leave them out (model.exclude_modules=[{names}])."
         )
 
 
@@ -358,8 +287,8 @@ def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Pat
 
 
 def save_pretrained(model: PreTrainedModel, adapter: dict[str, Tensor], folder: Path) -> None:
-    """Writes the configs of `folder`/huggingface, for from_pretrained; of a model with LoRA also `adapter`, which are
-    its `adapter_weights`, into `folder`/lora_adapter, for peft."""
+    """Writes the configs of `folder`/huggingface and, of a model with LoRA, `adapter`, its `adapter_weights`, into
+    `folder`/lora_adapter, for peft."""
     with_adapter = has_lora(model)
     if with_adapter:
         save_adapter(model, adapter, folder / "lora_adapter")
@@ -368,3 +297,35 @@ def save_pretrained(model: PreTrainedModel, adapter: dict[str, Tensor], folder: 
         model.save_pretrained(folder / "huggingface", state_dict={})
     finally:
         model._hf_peft_config_loaded = with_adapter
+
+
+class Lora(NoAdapter):
+    """The hook `adapter`: LoRA's matrices alone are trained."""
+
+    name = "LoRA"
+    hint = " Or LoRA's matrices do not fit beside some layer, like a router: name it in model.exclude_modules."
+    check_settings = staticmethod(check_settings)
+    off = staticmethod(without_lora)
+    check = staticmethod(check_merges)
+    weights = staticmethod(plain_weights)
+    own_weights = staticmethod(adapter_weights)
+    is_own = staticmethod(is_lora)
+    saved_name = staticmethod(saved_name)
+    save = staticmethod(save_pretrained)
+    save_alone = staticmethod(save_adapter)
+    largest_rank = staticmethod(largest_rank)
+
+    def is_sent_alone(self, rollout: RolloutConfig) -> bool:
+        return rollout.load_lora == "adapter"
+
+    def add(self, model: PreTrainedModel) -> None:
+        add_lora(model, self.settings)
+
+    def start(self, model: PreTrainedModel) -> None:
+        load_adapter(model, self.settings) if self.settings.lora_adapter_path else reset_adapters(model)
+
+    def scales(self, model: PreTrainedModel) -> dict[str, float]:
+        return {name: scale for name, _, scale in matrices_of(lora_layers(model)) if scale != 1}
+
+    def plain_name(self, name: str) -> str:
+        return name.replace(".base_layer.", ".")

@@ -1,7 +1,6 @@
 """Spreads a model over the workers of a group by FSDP2, and puts its weights together again.
 
-With several workers every model is wrapped, also where each of them holds all of it: that is the mesh of N replicas and
-one shard. A worker on its own has plain modules, for which everything here does nothing.
+With several workers every model is wrapped, also where each of them holds all of it: N replicas and one shard.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
@@ -49,11 +48,8 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tenso
 
 
 def make_mesh(fsdp_size: int, device: torch.device, tensor_parallel_size: int = 1) -> DeviceMesh | None:
-    """Arranges the ranks as replicas × shards × parts of a layer; None: there is one worker.
-
-    Neighbours in rank have the parts of a layer, and the next such groups the shards of one replica. A dimension of
-    replicas or of parts is only there if it has more than one.
-    """
+    """Arranges the ranks as replicas × shards × parts of a layer, neighbours having the parts; None: there is one
+    worker. A dimension of replicas or of parts is only there if it has more than one."""
     workers = group_size()
     if workers == 1:
         return None
@@ -70,10 +66,9 @@ class Sharding(Replicas):
 
     Attributes:
         mesh: the ranks, as `make_mesh` arranges them.
-        reshard_after_forward: drop the other ranks' parts of a layer after its forward and gather them again for its
-            backward; False keeps them in between, for speed.
+        reshard_after_forward: drop the others' parts of a layer after its forward, and gather them for its backward.
         offload: keep this rank's part, its gradients and its moments in main memory.
-        param_dtype: what weights are gathered in to train and to score; below float32 where products are in it, too.
+        param_dtype: what weights are gathered in to train and to score.
         reduce_dtype: what gradients are summed in. Shards, their gradients and moments are float32 all the same.
     """
 
@@ -117,9 +112,9 @@ class Sharding(Replicas):
             return
         model.reset_iter_state()  # a forward that raised leaves the root gathered
         gather_as(model, model.param_dtype)
-        if found := problem():
+        if reason := problem():
             common_notice(
-                f"the weights of {type(model).__name__} are gathered in float32: in {model.param_dtype}, {found}."
+                f"the weights of {type(model).__name__} are gathered in float32: in {model.param_dtype}, {reason}."
             )
             model.reset_iter_state()
             gather_as(model, torch.float32)
@@ -180,10 +175,10 @@ class Sharding(Replicas):
         groups = by_mesh([weight for weight in model.parameters() if weight.grad is not None]) or [[]]
         norms = [full_tensor(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
         norm = norms[0] if len(norms) == 1 else same_on_peers(torch.stack(norms).norm())
-        if (found := norm.item()) > most:
+        if norm.item() > most:
             for group in groups:
                 torch.nn.utils.clip_grads_with_norm_(group, most, norm)
-        return found
+        return norm.item()
 
     def full(self, tensor: Tensor) -> Tensor:
         return full_tensor(tensor)
@@ -303,20 +298,14 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def fill(model: PreTrainedModel, folder: Path, read: Callable[[], nn.Module]) -> None:
-    """Gives a sharded `model`, for which there is room alone, the weights of `folder`.
-
-    Each rank reads its parts where the files have the model's own names. Else, as where weights are missing, the first
-    has all of them from `read`, which returns the model whole, and deals them out one after the other.
-    """
+    """Gives a sharded `model`, for which there is room alone, the weights of `folder`: each rank reads its parts where
+    the files have the model's own names; else the first `read`s the model whole, and deals it out."""
     others = next(filter(None, gather(other_weights(folder, model))), None)
     if others is None:
         load_checkpoint(tensors_of(model), storage_reader=HuggingFaceStorageReader(str(folder)))
     else:
         if rank() == 0:
-            notice_once(
-                f"{type(model).__name__} is read whole by the first worker, which deals it out: in {folder}, the "
-                f"safetensors files {others}."
-            )
+            notice_once(f"{type(model).__name__} is read whole by the first worker: in {folder}, safetensors {others}.")
         source = dict(read().state_dict()) if rank() == 0 else {}
         for name, target in tensors_of(model).items():
             write(target, source.pop(name, None))
@@ -327,8 +316,8 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     matrices of LoRA are in none."""
     kept = model.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    found = (dict(model.named_parameters()) | buffers).items()
-    return {name.replace(".base_layer", ""): tensor.detach() for name, tensor in found if ".lora_" not in name}
+    tensors = (dict(model.named_parameters()) | buffers).items()
+    return {name.replace(".base_layer", ""): tensor.detach() for name, tensor in tensors if ".lora_" not in name}
 
 
 def other_weights(folder: Path, model: PreTrainedModel) -> str | None:
@@ -341,10 +330,11 @@ def other_weights(folder: Path, model: PreTrainedModel) -> str | None:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             names |= set(opened.keys())
-    own = tensors_of(model).keys()
-    tied = own | model.state_dict(keep_vars=True).keys()  # in which a tied one is again
-    found = [f"lack {name}" for name in sorted(own - names)] + [f"have also {name}" for name in sorted(names - tied)]
-    return found[0] if files and found else None if files else "are missing"
+    expected = tensors_of(model).keys()
+    tied = expected | model.state_dict(keep_vars=True).keys()  # in which a tied one is again
+    unlike = [f"lack {name}" for name in sorted(expected - names)]
+    unlike += [f"have also {name}" for name in sorted(names - tied)]
+    return "are missing" if not files else unlike[0] if unlike else None
 
 
 @torch.no_grad()

@@ -70,16 +70,12 @@ def mesh_of(fsdp_size: int, device: torch.device, parts: int) -> Any:
 
 
 def gather_dtype(name: str, computing: torch.dtype) -> torch.dtype:
-    """Chooses what the weights of a sharded model are gathered in; auto is what it computes in.
-
-    Raises:
-        ConfigError: it computes in more than `name`.
-    """
+    """Chooses what the weights of a sharded model are gathered in: `name`, or what it computes in, and no less."""
     dtype = computing if name == "auto" else getattr(torch, name)
     if dtype.itemsize < computing.itemsize:
         raise ConfigError(
-            f"{ACTOR}.fsdp_config.mixed_precision.param_dtype={name}: this run computes in {computing}, and weights "
-            f"are gathered in no less. Set {ACTOR}.fsdp_config.dtype=bfloat16, or param_dtype=auto."
+            f"{ACTOR}.fsdp_config.mixed_precision.param_dtype={name}: this run computes in {computing}. Set "
+            f"{ACTOR}.fsdp_config.dtype=bfloat16, or param_dtype=auto."
         )
     return dtype
 

@@ -1,7 +1,4 @@
-"""Keeps in main memory what a GPU does not need at the moment: AdamW's moments, and the weights of idle models.
-
-Nothing here asks for a GPU: on a CPU it computes the same, and only copies from one place in memory to another.
-"""
+"""Keeps in main memory what a GPU does not need at the moment: AdamW's moments, and the weights of idle models."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -78,14 +75,9 @@ def make_optimizer(parameters: Iterator[nn.Parameter], optim: OptimConfig, in_ma
 class ChunkedAdamW(torch.optim.AdamW):
     """Keeps AdamW's moments in main memory, in bfloat16, or both, and steps by torch's fused AdamW, chunk by chunk.
 
-    In main memory: weights and gradients come over in chunks of rows, and the new weights go back. So the GPU holds no
-    moments, at any time, and a step takes the time of sending 12 bytes a weight.
-
-    In bfloat16: a chunk's moments are float32 while it is stepped. The second moment is rounded at random to one of its
-    neighbours (`rounded_at_random`): it moves by a thousandth a step, which is less than bfloat16 has, so rounding to
-    the nearest would keep it where it is. Weights sharded over ranks have the numbers of whole ones.
-
-    Its state dict is AdamW's.
+    In main memory: weights and gradients come over in chunks of rows, and the new weights go back: 12 bytes a weight.
+    In bfloat16: the second moment is rounded at random to one of its neighbours, as it moves by a thousandth a step,
+    less than bfloat16 has. Weights sharded over ranks have the numbers of whole ones. Its state dict is AdamW's.
 
     Args:
         in_main_memory: whether the moments are there; otherwise they are beside the weights.
@@ -154,11 +146,8 @@ class ChunkedAdamW(torch.optim.AdamW):
 
 
 def rounded_at_random(numbers: Tensor, first: int, seed: int) -> Tensor:
-    """Rounds float32 `numbers`, none of them below 0, to bfloat16: down or up, such that the mean is kept.
-
-    Chance is a function of `seed` and of a number's place, which counts from `first`: ranks that hold the same numbers
-    round them alike, and so does a run that is resumed.
-    """
+    """Rounds float32 `numbers` ≥ 0 to bfloat16, down or up, such that the mean is kept. Chance is a function of `seed`
+    and of a number's place, which counts from `first`: replicas and resumed runs round alike."""
     chance = torch.arange(numbers.numel(), dtype=torch.int32, device=numbers.device).view(numbers.shape)
     chance.add_(int32(first + seed * 0x85EBCA6B))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # Wellons' lowbias32
@@ -225,11 +214,8 @@ def put(tensor: Tensor, values: Tensor) -> None:
 
 
 def host_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Makes a tensor like each of `tensors` in main memory, unwritten.
-
-    Of those on a GPU, the copies are where the GPU reads and writes by itself, which is several times as fast. As torch
-    rounds sizes up to a power of two there, all have one block.
-    """
+    """Makes a tensor like each of `tensors` in main memory, unwritten; pinned for a GPU's, in one block, as torch
+    rounds sizes up to a power of two there."""
     sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors]
     pinned = any(tensor.is_cuda for tensor in tensors)
     parts = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned).split(sizes)

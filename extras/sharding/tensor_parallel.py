@@ -1,8 +1,7 @@
 """Splits the layers of a model over neighbours in rank, which compute rows together, by torch's tensor parallelism.
 
 Attention is split by heads and the network after it by columns, as transformers' plan for a family says, and a head
-that is no embedding by its vocabulary; embeddings and norms stay whole on each. So a rank's activations between two
-sums of a layer are its part alone. Only heads have to be dealt out evenly: columns and vocabulary need not be.
+that is no embedding by its vocabulary; embeddings and norms stay whole. Only heads have to be dealt out evenly.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
 """
@@ -47,30 +46,24 @@ STYLES = {"colwise": ColwiseParallel, "rowwise": AnyColumns}
 
 
 def check_split(config: PretrainedConfig, size: int, workers_a_node: int) -> None:
-    """Checks that the layers of a model can be split over `size` neighbours.
-
-    Raises:
-        ConfigError: its numbers do not divide, its family has no such plan, or neighbours would be on two machines;
-            names the numbers.
-    """
+    """Raises ConfigError if the layers of a model cannot be split over `size` neighbours: its numbers do not divide,
+    its family has no such plan, or neighbours would be on two machines."""
     text, plan = config.get_text_config(), layer_plan(config)
     if not plan or set(plan.values()) - {*STYLES, PARTIAL}:
         raise ConfigError(
-            f"{KEY}={size}: the layers of {text.model_type} cannot be split. Set it to 1, and shard the model instead, "
-            "which any family can be (actor_rollout_ref.actor.fsdp_config.fsdp_size)."
+            f"{KEY}={size}: the layers of {text.model_type} cannot be split. Set it to 1, and shard the model instead."
         )
     heads = text.num_attention_heads
     key_heads = text.to_dict().get("num_key_value_heads") or heads
     if heads % size or key_heads % size:
         raise ConfigError(
-            f"{KEY}={size}: attention is split by whole heads, and this model has {heads} heads, {key_heads} key "
-            "heads. Take a divisor of both, or 1 and shard the model instead "
-            "(actor_rollout_ref.actor.fsdp_config.fsdp_size)."
+            f"{KEY}={size}: this model has {heads} heads, {key_heads} key heads. Take a divisor of both, or 1 and "
+            "shard the model instead."
         )
     if workers_a_node % size:
         raise ConfigError(
-            f"{KEY}={size}: workers that compute a layer together are on one machine, and {workers_a_node} a machine "
-            f"cannot be dealt out in groups of {size}. Take a divisor of {workers_a_node}."
+            f"{KEY}={size}: {workers_a_node} a machine cannot be dealt out in groups of {size}. Take a divisor of "
+            f"{workers_a_node}."
         )
 
 

@@ -3,23 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 
 from data.seeding import derive_seed
-from data.types import Completion, Request
-from extras.kernels.generation import SharedPrompts
-from extras.kernels.packed_attention import Packed
-from extras.kernels.turn_cache import PromptCache
+from data.types import Request
+from extras.kernels.generation import PromptCache, SharedPrompts
 from tests import test_rollout as core
 from tests.engines import drain, plans, play
-from tests.test_agent_loop import counting, played, real_engine
 from tests.test_rollout import (
     FAMILIES,
     GREEDY,
@@ -32,8 +25,7 @@ from tests.test_rollout import (
     random_model,
     sampling,
 )
-from workers.hf_rollout import HFRollout, RunningBatch
-from workers.micro_batches import MicroBatchSize, cut
+from workers.hf_rollout import HFRollout
 
 FORWARDS = ("packed", "padded")
 
@@ -59,45 +51,6 @@ def test_a_row_depends_on_nothing_else(tokenizer, family: str, forward: str):
 def test_passes_and_traces_are_the_cores(tokenizer, forward: str, monkeypatch: pytest.MonkeyPatch):
     core.test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer, forward)
     core.test_generation_leaves_no_trace_on_the_model(tokenizer, monkeypatch, forward)
-    monkeypatch.undo()
-    core.test_a_policy_that_has_diverged_is_said_to_be(tokenizer, GREEDY, forward, torch.nan)
-
-
-def test_a_step_waits_for_the_device_once(tokenizer, monkeypatch: pytest.MonkeyPatch):
-    """For what it has drawn, whoever ends by it; whatever else needs a number of the device would wait for it too."""
-    rollout, inside = make_rollout(random_model("Llama, untied", "packed"), tokenizer, (7, 40), 9), []
-    step, tolist, steps = RunningBatch.step, Tensor.tolist, []
-
-    def counted(batch: RunningBatch) -> list[Completion]:
-        inside.clear()
-        with Waits(inside):
-            done = step(batch)
-        steps.append((*inside, bool(done)))
-        return done
-
-    monkeypatch.setattr(RunningBatch, "step", counted)
-    monkeypatch.setattr(Tensor, "tolist", lambda self: inside.append("tolist") or tolist(self))
-    for request in mixed_requests(30):
-        rollout.add(replace(request, episode=request.id))
-    drain(rollout)
-    assert {*steps} == {("tolist", True), ("tolist", False)}
-
-
-class Waits(TorchDispatchMode):
-    """Adds to `waits` what a GPU's host waits for, beside copies to it."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2", "bincount")
-
-    def __init__(self, waits: list[str]) -> None:
-        super().__init__()
-        self.waits = waits
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, given = func.overloadpacket.__name__, tree_leaves((args, kwargs))
-        by_mask = name.startswith("index") and any(isinstance(x, Tensor) and x.dtype == torch.bool for x in given)
-        if name in self.NAMES or by_mask:
-            self.waits.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("budget", [8192, 6])
@@ -236,21 +189,3 @@ def test_keys_and_values_are_kept_in_bfloat16_where_that_multiplies_them(
     assert way is same_way is SharedPrompts and found == wanted and len(found) == 24
     width = 1 if family == "GPT-2" else 2  # only rotations leave float32
     assert [width * size for size in halved] == sizes
-
-
-def test_a_turn_computes_its_new_tokens_and_an_update_each_token_once(tiny_model: Path):
-    """Three episodes from one start: the tokens that go through the model."""
-    config, game = counting("actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=2")
-    engine = real_engine(tiny_model, config)
-    before = engine.prefilled_tokens
-    batch = played(config, game, engine, [11, 11, 11])
-    prompt, turns = len(batch.raw_prompt_ids[0]), batch.non_tensor_batch["__num_turns__"]
-    real = batch.attention_mask[:, -400:]
-    told = (real - batch.response_mask).sum().item()
-    assert min(turns) > 2
-    # The last token of an answer is read with what it led to, if anything; the others are when they are drawn.
-    assert engine.prefilled_tokens - before == prompt + told + sum(turns - 1)
-    [micro] = cut(batch, MicroBatchSize(None, 5000), [], engine.module)
-    packed = Packed.of(micro, engine.module.device)
-    assert len(packed.input_ids) == prompt + real.sum().item() - 3, "a response's last token predicts nothing"
-    assert micro.is_scored.sum() == batch.response_mask.sum()

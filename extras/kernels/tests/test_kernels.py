@@ -1,28 +1,25 @@
 """The door of extras/kernels/: with what is inside and without it the same numbers, and nothing before it is asked."""
 
-import copy
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from configs.process import VARIABLES
-from configs.schema import ActorConfig, ModelConfig, OptimConfig
+from configs.schema import ActorConfig, ModelConfig
 from extras.kernels.decode import decoding, lay_out_weights
 from extras.kernels.kernels import Kernels
 from extras.kernels.packed_attention import packed_scores
 from extras.kernels.products import HAS_BFLOAT16, Linear
 from extras.kernels.tests.operations import Operations, needs_onednn
-from main import run
-from tests.batches import CUTS, ragged_batch, relative_distance, update_of
+from tests.batches import CUTS, ragged_batch, update_of
 from tests.forked import python
 from tests.pages import shipped_modules
-from tests.runs import ROOT, compose, learning_metrics, short_run
+from tests.runs import ROOT, short_run
 from tests.test_architecture import module_of
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
@@ -75,21 +72,6 @@ def test_in_bfloat16_decoding_has_a_copy_of_the_weights_in_it(tiny_model: Path):
         torch.testing.assert_close(found, wanted)
 
 
-def test_updates_are_those_without_kernels(tiny_model: Path):
-    config = ActorConfig(entropy_coeff=0.05, use_kl_loss=True, optim=OptimConfig(lr=1e-3))
-    metrics, weights = [], []
-    for kernels in ("off", "auto"):
-        model = load_causal_lm(ModelConfig(path=str(tiny_model), kernels=kernels))
-        engine = TrainEngine(copy.deepcopy(model), config.optim, 10, torch.device("cpu"), torch.float32)
-        actor = DataParallelPPOActor(config, engine, CUTS["3 rows"], CUTS["24 tokens"])
-        batches = [ragged_batch(seed) for seed in range(4)]
-        metrics.append([actor.update_policy(batch, update_of(batch, config)) for batch in batches])
-        weights.append([parameter.detach() for parameter in engine.module.parameters()])
-    for found, wanted in zip(*metrics, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-    assert relative_distance(*weights) < 1e-5
-
-
 def test_no_gradient_depends_on_which_thread_is_first(tiny_model: Path):
     """On CPUs the gradient of `values[rows]` does: where rows are taken twice, threads add as they come."""
     model, config = load_causal_lm(ModelConfig(path=str(tiny_model))), ActorConfig()
@@ -99,24 +81,6 @@ def test_no_gradient_depends_on_which_thread_is_first(tiny_model: Path):
         actor.update_policy(batch, update_of(batch, config))
     assert "aten.embedding_dense_backward" in operations.count
     assert not operations.count.keys() & {"aten.index_put", "aten._index_put_impl_"}
-
-
-WITHOUT_KL = ["actor_rollout_ref.actor.use_kl_loss=false"]  # to a reference that equals the policy: rounding alone
-
-
-@pytest.mark.parametrize(
-    "settings", [WITHOUT_KL, ["actor_rollout_ref.actor.use_kl_loss=true", "algorithm.adv_estimator=gae"]]
-)
-def test_a_run_is_that_without_kernels(tiny_model: Path, tmp_path: Path, settings: list[str]):
-    """Rollouts too: the same samples, and log-probs that agree."""
-    metrics = {}
-    for kernels in ("off", "auto"):
-        chosen = [f"actor_rollout_ref.model.kernels={kernels}", *settings]
-        run(compose(*short_run(tiny_model, tmp_path / kernels, *chosen)))
-        metrics[kernels] = learning_metrics(tmp_path / kernels)
-    assert metrics["auto"].keys() == metrics["off"].keys()
-    for step, found in metrics["auto"].items():
-        assert found == pytest.approx(metrics["off"][step], rel=1e-5, abs=1e-5), step
 
 
 PROCESS = """

@@ -8,25 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
-    AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
     MistralConfig,
     MistralForCausalLM,
 )
 
-from configs.schema import RolloutConfig
-from data.types import Request, SamplingParams
 from extras.kernels import packed_attention
 from extras.kernels.trial import PackedTrial
 from tests import test_scoring_model as core
-from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance
 from tests.test_scoring_model import SHAPE, llama, scale_by_company
 from workers.forward_check import check_width
-from workers.hf_rollout import HFRollout
-from workers.micro_batches import cut
 from workers.scoring_model import padded_scores
 
 ready = partial(core.ready, kernels="auto")
@@ -111,35 +103,3 @@ def test_the_trial_has_the_run_s_precision(capsys):
     assert seen.count(torch.bfloat16) > seen.count(torch.float32) > 0
     scale_by_company(model, "packed")
     assert not ready(model, dtype=torch.bfloat16).shares_prompts
-
-
-def gemma3n() -> Gemma3nForCausalLM:
-    """Four layers, of which the last two attend to the keys and values of the first two."""
-    torch.manual_seed(0)
-    kinds = ["sliding_attention", "full_attention"] * 2
-    shape = {**SHAPE, "num_hidden_layers": 4, "head_dim": 8, "layer_types": kinds, "num_kv_shared_layers": 2}
-    narrow = {"hidden_size_per_layer_input": 8, "laurel_rank": 4, "altup_num_inputs": 2}
-    config = Gemma3nTextConfig(
-        **shape, **narrow, vocab_size_per_layer_input=102, sliding_window=6, activation_sparsity_pattern=[0.0] * 4
-    )
-    return Gemma3nForCausalLM(config)
-
-
-def test_layers_may_share_keys_and_values(tiny_model: Path):
-    """Scored, trained and generated from as without kernels."""
-    prompts, gradients, completions = [[5, 6, 7], [5, 6, 7], [9], [20, 30, 40, 50, 60]], [], []
-    for settings in ({"kernels": "off"}, {}):
-        model = ready(gemma3n(), **settings)
-        assert model.shares_prompts == (settings == {})
-        [micro] = cut(ragged_batch(), CUTS["all rows"], [], model)
-        scores = model.token_scores(micro, TEMPERATURE)
-        torch.where(micro.is_scored, scores.log_probs, 0.0).sum().backward()
-        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-        config = RolloutConfig(prompt_length=5, response_length=12)
-        rollout = HFRollout(config, AutoTokenizer.from_pretrained(tiny_model), model)
-        sampling = SamplingParams(True, 1.0, -1, 1.0, 12)
-        completions.append(rollout.generate([Request(i, ids, sampling, seed=i) for i, ids in enumerate(prompts)]))
-    assert relative_distance(*gradients) < 1e-5
-    for one, other in zip(*completions, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)

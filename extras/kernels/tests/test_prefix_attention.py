@@ -1,20 +1,14 @@
 """The packed forward against the padded one: the same log-probs, values and gradients, for all models and lengths."""
 
 import copy
-import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -34,7 +28,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from configs.paths import ROOT
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
 from extras.kernels import packed_attention
@@ -230,28 +223,6 @@ def test_flex_attention_is_compiled_for_no_other_length(flex):
         assert flex.graphs - before == 3  # in two precisions; a run has one
 
 
-def test_the_page_on_gpus_has_these_limits():
-    page = " ".join((ROOT / "docs/gpu.md").read_text().split())
-    assert f"After {packed_attention.MOST_GRAPHS} graphs in a process" in page
-    assert f"heads narrower than {packed_attention.NARROWEST_HEAD}," in page
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_float32_fit_the_shared_memory_of_small_cards(dtype, monkeypatch):
-    """99 KiB have an RTX 4090, an L4 and an A10. Torch's choice for heads of 128 takes 128 there. One stage of keys and
-    values less than there are is kept beside a block of queries."""
-    given: dict = {}
-    monkeypatch.setattr(packed_attention, "compiled_flex", lambda: lambda *tensors, **options: given.update(options))
-    tensors = [torch.zeros(1, 2, 256, 256, dtype=dtype)] * 3
-    packed_attention.flex(*tensors, SimpleNamespace(shape=(1, 1, 256, 256)), None)
-    options = given.get("kernel_options")
-    if dtype == torch.bfloat16:
-        assert options is None
-        return
-    queries, keys, stages = (options[f"fwd_{name}"] for name in ("BLOCK_M", "BLOCK_N", "num_stages"))
-    assert 4 * 256 * (queries + 2 * keys * (stages - 1)) == 96 << 10 < 99 << 10
-
-
 def test_flex_attention_takes_no_narrow_heads():
     tensors = {width: SimpleNamespace(is_cuda=True, shape=(1, 2, 300, width)) for width in (8, 16)}
     taken = [(q, v) for q in tensors for v in tensors if packed_attention.takes_flex(tensors[q], tensors[v])]
@@ -278,43 +249,6 @@ def test_a_block_mask_made_by_parts_is_torch_s(window, pairs, monkeypatch):
     assert mask.seq_lengths == (756, 756)
     for found, one in zip(mask.as_tuple(), wanted.as_tuple(), strict=True):
         assert torch.equal(found, one) if isinstance(found, torch.Tensor) else found == one
-
-
-class Counted(TorchDispatchMode):
-    """Adds up the storages that operations make, until they are freed. Attributes: live, peak, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for value in tree_leaves(output):
-            if isinstance(value, Tensor):
-                self.note(value.untyped_storage())
-        return output
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self.free, key)
-
-    def free(self, key: int) -> None:
-        self.live -= self.sizes.pop(key, 0)
-
-
-def test_a_block_mask_of_128k_tokens_takes_less_than_a_gibibyte():
-    """…where all pairs of tokens at once would take 64; added up are the storages of fake tensors."""
-    with FakeTensorMode(), Counted() as counted:
-        zeros, quarter = torch.zeros(2**17, dtype=torch.long), [2**15] * 2
-        ragged = Ragged(quarter, zeros.device)
-        packed = Packed(zeros, zeros, ragged, ragged, torch.arange(2), predictors=zeros)
-        assert packed.block_mask(None).shape == (1, 1, 2**17, 2**17)
-    assert 0 < counted.peak < 2**29
 
 
 def test_a_block_has_the_sequences_that_reach_it_and_each_token_once():

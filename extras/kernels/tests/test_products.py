@@ -1,8 +1,6 @@
 """Products by oneDNN against torch's own and float64's, and what `start_process` asks of malloc."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from configs.schema import ModelConfig
 from extras.kernels import products
 from extras.kernels.products import Linear, is_for_onednn, linear, packed_linear, use_onednn
 from extras.kernels.tests.operations import Operations, needs_onednn
-from tests.runs import ROOT
 from workers.models import load_causal_lm
 
 
@@ -94,14 +91,6 @@ def test_tensors_that_are_not_for_onednn_go_through_torch():
         assert linear(numbers(5, 11), weight).dtype == torch.bfloat16
 
 
-def test_views_and_transposes_need_no_copy_of_the_callers():
-    wide, tall = numbers(8, 22), numbers(11, 6)
-    values = wide[::2, 11:]
-    torch.testing.assert_close(linear(values, tall.T), values @ tall)
-    expanded = numbers(1, 11).expand(7, 11)
-    torch.testing.assert_close(linear(expanded, tall.T), expanded @ tall)
-
-
 def test_layers_keep_their_names_and_a_copy_has_weights_of_its_own():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Sequential(nn.Linear(3, 2, bias=False)))
     names, values = list(model.state_dict()), numbers(5, 4)
@@ -148,46 +137,3 @@ def test_a_packed_weight_gives_the_same_products(rows: int):
     torch.testing.assert_close(
         packed_linear(weight, bias, rows)(values), F.linear(values, weight, bias), rtol=1e-5, atol=1e-5
     )
-
-
-PARTS = """
-import os, resource, sys, torch
-from extras.kernels.kernels import start_process
-
-def faults(megabytes):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(megabytes << 18)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-def plain():
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # torch's large pages are not looked at yet
-    print(faults(64), faults(48))
-
-def ours():
-    start_process()
-    plain()
-
-for part in (plain, ours):
-    if os.fork() == 0:
-        part()
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.wait()[1] == 0
-"""
-
-
-@pytest.fixture(scope="module")
-def parts() -> list[tuple[int, ...]]:
-    """The lines of numbers of PARTS, whose parts are each in a process that has done nothing before."""
-    if sys.platform != "linux":
-        pytest.skip("malloc of glibc")
-    done = subprocess.run([sys.executable, "-c", PARTS], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-
-
-def test_memory_that_was_freed_is_not_given_back_to_the_kernel(parts: list[tuple[int, ...]]):
-    """By the pages that the kernel has to bring for 48 MiB after 64 were freed. (A block of the size that was freed may
-    not fit into its place: glibc before 2.38 asks for a little more, to align it.)"""
-    (first, second), (our_first, our_second) = parts
-    assert our_second < our_first / 4
-    assert second > first / 2  # or this test would show nothing

@@ -89,18 +89,6 @@ def test_scores_and_gradients_are_those_of_whole_logits(
     torch.testing.assert_close(gradients(leaves, actual, case.upstream), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_in_float32_it_agrees_with_the_formulas_of_the_padded_path():
-    case = make_case(num_tokens=50, vocab_size=3000, width=16)
-    reference, leaves = case.leaves(), case.leaves()
-    logits = whole_logits(reference, temperature=0.8)
-    expected = *logprobs_and_entropy_from_logits(logits, case.labels), calculate_sum_pi_squared_from_logits(logits)
-    actual = blocked(leaves, case.labels, temperature=0.8, tile_bytes=1, **EVERYTHING)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
-    expected = gradients(reference, expected, case.upstream)
-    for found, wanted in zip(gradients(leaves, actual, case.upstream), expected, strict=True):
-        assert relative_distance([found], [wanted]) < 1e-5
-
-
 def test_numbers_by_hand():
     # Logits (0, ln 2, ln 5) at temperature 1: probabilities 1/8, 1/4, 5/8.
     weight = torch.tensor([1.0, 2.0, 5.0]).log().unsqueeze(1)
@@ -108,16 +96,6 @@ def test_numbers_by_hand():
     torch.testing.assert_close(log_probs.exp(), torch.tensor([0.125, 0.25, 0.625]))
     torch.testing.assert_close(entropy, torch.full((3,), 0.900256))  # ln 8 − ¼ ln 2 − ⅝ ln 5
     torch.testing.assert_close(squares, torch.full((3,), 30 / 64))
-
-
-def test_bf16_autocast_rounds_the_products_with_the_head_alone():
-    """Logits 0, 1 and 3 are whole in bfloat16; a sum of products under autocast would not be float32."""
-    logits = torch.tensor([0.0, 1.0, 3.0])
-    log_pi = logits.double().log_softmax(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        _, entropy, squares = score_tokens(torch.ones(1, 1), logits.unsqueeze(1), torch.zeros(1).long(), **EVERYTHING)
-    torch.testing.assert_close(entropy[0], -(log_pi.exp() * log_pi).sum().float())
-    torch.testing.assert_close(squares[0], log_pi.exp().square().sum().float())
 
 
 @pytest.mark.parametrize("kept_bytes", [0, KEEP_ALL])
@@ -131,18 +109,6 @@ def test_gradients_agree_with_finite_differences(softcap, kept_bytes):
         return blocked(dict(zip(leaves, tensors, strict=True)), case.labels, **options)[:2]
 
     assert torch.autograd.gradcheck(scores, tuple(leaves.values()))
-
-
-@pytest.mark.parametrize("used", [0, 1])
-def test_a_score_that_the_loss_leaves_out_adds_no_gradient(used):
-    case = make_case()
-    upstream = case.upstream * torch.eye(2)[used].unsqueeze(1)
-    reference, leaves = case.leaves(), case.leaves()
-    expected = gradients(reference, plain(reference, case.labels), upstream)
-    scores = blocked(leaves, case.labels, tile_bytes=1, with_entropy=True)
-    actual = torch.autograd.grad((scores[used] * upstream[used]).sum(), list(leaves.values()))
-    for found, wanted in zip(actual, expected, strict=True):
-        assert relative_distance([found], [wanted]) < 1e-5
 
 
 def test_only_what_is_asked_for_comes_back_and_squares_carry_no_gradient():
@@ -190,26 +156,6 @@ def test_frozen_parts_get_no_gradient_and_cost_no_product(frozen, kept_bytes, ex
         assert relative_distance([actual], [reference_gradient]) < 1e-5
 
 
-def test_a_tied_weight_sums_the_gradients_of_both_ends():
-    case, ids = make_case(width=4, with_bias=False), torch.arange(7)
-    tied = [case.weight.clone().requires_grad_() for _ in range(2)]
-    reference, leaves = ({"hidden": weight[ids].sin(), "weight": weight} for weight in tied)
-    expected = plain(reference, case.labels)
-    actual = blocked(leaves, case.labels, tile_bytes=1, with_entropy=True)
-    for scores in [expected, actual]:
-        ((scores[0] + scores[1]) * case.upstream[0]).sum().backward()
-    assert relative_distance([tied[1].grad], [tied[0].grad]) < 1e-5
-
-
-def test_a_graph_that_is_kept_gives_the_same_gradient_twice():
-    case = make_case()
-    leaves = case.leaves()
-    loss = (blocked(leaves, case.labels, tile_bytes=1, softcap=3.0)[0] * case.upstream[0]).sum()
-    first = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-    for again, before in zip(torch.autograd.grad(loss, list(leaves.values())), first, strict=True):
-        torch.testing.assert_close(again, before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("softcap", [None, 50.0])
 def test_logits_of_ten_thousand_stay_finite_and_accurate(softcap):
     case = make_case(num_tokens=8, width=2, scale=1e4)
@@ -238,18 +184,6 @@ def test_bf16_autocast_agrees_with_the_model_s_own_head_and_returns_float32_grad
     for found, wanted in zip(gradients(leaves, actual, case.upstream), exact_gradients, strict=True):
         assert found.dtype == torch.float32
         assert relative_distance([found], [wanted]) < 0.02
-
-
-def test_hidden_and_weight_in_bf16_get_gradients_in_bf16():
-    case = make_case(num_tokens=40, width=16)
-    leaves = case.leaves(torch.bfloat16)
-    scores = blocked(leaves, case.labels, with_entropy=True)
-    exact = case.leaves()
-    exact_gradients = gradients(exact, plain(exact, case.labels), case.upstream)
-    assert scores[0].dtype == torch.float32
-    for found, wanted in zip(gradients(leaves, scores, case.upstream), exact_gradients, strict=True):
-        assert found.dtype == torch.bfloat16
-        assert relative_distance([found], [wanted]) < 0.03
 
 
 class Made(TorchDispatchMode):

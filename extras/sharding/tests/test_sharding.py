@@ -56,7 +56,6 @@ from extras.sharding.tensor_parallel import check_split
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, recorded, relative_distance, update_of
 from tests.engines import CopyOf
 from tests.ranks import Ranks
-from tests.test_families import eager_model
 from tests.test_replicas import LOSSES, OPTIM, assert_the_step_of_one, own_share, save_two_layers, trainer
 from workers.collectives import compute_together, gather, group_size, join_group, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
@@ -70,7 +69,6 @@ from workers.parallel import Replicas
 CPU = torch.device("cpu")
 CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__
 MESHES = {"sharded": (-1, 1), "replicated": (1, 1), "two replicas": (2, 1), "split": (-1, 4), "split shards": (-1, 2)}
-NINE_HEADS = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # as SmolLM2-135M has
 
 
 @pytest.fixture(scope="module")
@@ -211,12 +209,6 @@ def test_parts_of_layers_and_of_a_head_have_the_gradient_of_one_process(
 ):
     """…and its log-probs and entropies, where parts are uneven, and where all heads share a weight."""
     assert_same_gradient(ranks, uneven, settings, {}, mesh, peers=MESHES[mesh][1])
-
-
-@pytest.mark.slow
-def test_layers_that_take_the_keys_of_others_are_split_without_norms_of_keys(ranks: Ranks, tmp_path: Path):
-    eager_model("Gemma 3n").save_pretrained(tmp_path)
-    assert_same_gradient(ranks, tmp_path, {}, {}, "split shards", peers=2)
 
 
 @pytest.mark.slow
