@@ -161,35 +161,6 @@ class Transfer(torch.autograd.Function):
         return DeviceTensor(back) if ctx.device == CUDA else back, None
 
 
-class RecordedGraph:
-    """Stands for a CUDA graph: operations that are repeated on the memory that they had, in one launch."""
-
-    def __init__(self) -> None:
-        self.operations: list[tuple[Any, tuple, dict, Any]] = []
-
-    @contextmanager
-    def recording(self, **_: Any) -> Iterator[None]:
-        """Records the block, whose results are none until it is repeated."""
-        PretendedGPU.current.graph = self
-        try:
-            yield
-        finally:
-            PretendedGPU.current.graph = None
-        for *_, made in self.operations:
-            for tensor in tensors_of(made):
-                if tensor.is_floating_point():
-                    tensor.fill_(torch.nan)
-
-    def replay(self) -> None:
-        PretendedGPU.current.launches += 1
-        PretendedGPU.current.replays += 1
-        for func, args, kwargs, made in self.operations:
-            with torch._C._DisableAutocast():  # which has had its say
-                found = func(*args, **kwargs)
-            for old, new in zip(tensors_of(made), tensors_of(found), strict=False):  # none, where it wrote in place
-                old.copy_(new)
-
-
 class PretendedGPU(TorchFunctionMode):
     """While it is entered, "cuda" names the pretended device.
 
@@ -198,18 +169,16 @@ class PretendedGPU(TorchFunctionMode):
             on numbers, and copies to the device that do not come from pinned memory with non_blocking=True.
         launches: operations on the device that are no views.
         flex_calls: (shape of the query, dtype) of each FlexAttention.
-        replays: of CUDA graphs, each of which is one of the launches.
     """
 
     current: "PretendedGPU"
-    graph: RecordedGraph | None = None  # that is being recorded
 
     def __init__(self) -> None:
         super().__init__()
         self.reset()
 
     def reset(self) -> None:
-        self.syncs, self.launches, self.operations, self.replays = Counter(), 0, Counter(), 0
+        self.syncs, self.launches = Counter(), 0
         self.flex_calls: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def __enter__(self) -> "PretendedGPU":
@@ -228,20 +197,12 @@ class PretendedGPU(TorchFunctionMode):
         super().__exit__(*error)
         self.stack.close()
 
-    @contextmanager
-    def counting(self) -> Iterator["PretendedGPU"]:
-        """Counts the syncs, launches and calls of a block, from zero."""
-        self.reset()
-        yield self
-
-    def table(self, per: int = 1) -> str:
-        """Lays out the syncs, a line each, divided by `per`."""
-        lines = [f"{count / per:8.2f}  {kind:34s}{place}" for (kind, place), count in self.syncs.most_common()]
-        return "\n".join([f"{self.syncs.total() / per:8.2f}  syncs, {self.launches / per:.0f} launches", *lines])
+    def table(self) -> str:
+        """Lays out the syncs, a line each."""
+        lines = [f"{count:8}  {kind:34s}{place}" for (kind, place), count in self.syncs.most_common()]
+        return "\n".join([f"{self.syncs.total():8}  syncs, {self.launches} launches", *lines])
 
     def count_sync(self, kind: str) -> None:
-        if self.graph is not None:
-            raise RuntimeError(f"{place()}: {kind}, while a CUDA graph is recorded.")
         if (line := place()) is not None:
             self.syncs[kind, line] += 1
 
@@ -333,10 +294,6 @@ class PretendedGPU(TorchFunctionMode):
         found = func(*numbers_of(args), **numbers_of(kwargs))
         if not func.is_view and func is not aten.detach.default:
             self.launches += 1
-            self.operations[func.overloadpacket.__name__] += 1
-            if self.graph is not None:
-                made = () if func._schema.is_mutable else found
-                self.graph.operations.append((func, numbers_of(args), numbers_of(kwargs), made))
             if not func._schema.is_mutable:
                 return on_device(found)
         return return_and_correct_aliasing(func, args, kwargs, on_device(found))
@@ -398,8 +355,6 @@ def stand_ins(gpu: PretendedGPU) -> list[tuple[Any, str, Any]]:
         (torch, "is_autocast_enabled", lambda device="cuda": enabled(on_cpu(device))),
         (torch, "get_autocast_dtype", lambda device="cuda": dtype(on_cpu(device))),
         (torch, "compile", compiled),
-        (torch.cuda, "CUDAGraph", RecordedGraph),
-        (torch.cuda, "graph", RecordedGraph.recording),
         (clip_grad, "_group_tensors_by_device_and_dtype", groups),
         (flex_attention, "flex_attention_hop", flex),
         (flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # neither compiled here, nor warned of
