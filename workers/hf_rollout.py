@@ -323,7 +323,7 @@ class HFRollout(Rollout):
                 problems.append(problem)
         raise ValueError(
             f"actor_rollout_ref.rollout.name=hf: {name} samples with other log-probs than it is trained with "
-            f"({problems[-1]}). Choose another model, or an engine of yours (docs/models.md)."
+            f"({problems[-1]}). Choose another model (docs/models.md)."
         )
 
     def _problem(self) -> str | None:
@@ -331,7 +331,7 @@ class HFRollout(Rollout):
         mode, stops, self.stop_ids = self.module.training, self.stop_ids, set()
         try:
             batch = self._sample_trial()
-            found, wanted = batch.batch["rollout_log_probs"], trained_log_probs(self.module, batch)
+            sampled, trained = batch.batch["rollout_log_probs"], trained_log_probs(self.module, batch)
             with torch.autocast(self.module.device.type, enabled=False):
                 exact = trained_log_probs(self.module, batch)
         except FAILURES as error:
@@ -339,8 +339,8 @@ class HFRollout(Rollout):
         finally:
             self.stop_ids = stops
             self.module.train(mode)
-        distance = (found - wanted).abs().max().item()
-        return None if distance < tolerance(wanted, exact) else f"log_probs differ by {distance:.1g}"
+        distance = (sampled - trained).abs().max().item()
+        return None if distance < tolerance(trained, exact) else f"log_probs differ by {distance:.1g}"
 
     def _sample_trial(self) -> DataProto:
         """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past; and

@@ -72,9 +72,8 @@ class ModelWorker:
         if self.device.type != "cpu" and "rollout" in roles and rank() == 0:
             print(memory_report(config, self.layouts, torch.cuda.get_device_properties(self.device).total_memory))
         module = self.module = self.load_policy(policy.model, "policy")
-        said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
-        if said:
-            common_notice(said)
+        if text := precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters()):
+            common_notice(text)
         if module.adapter.name and rank() == 0:
             trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
             print(f"{module.adapter.name}: {trained:,} of {module.num_parameters():,} parameters are trained.")

@@ -194,12 +194,12 @@ def plain_matrices(module: nn.Module) -> list[nn.Parameter]:
 def report_weights(model: PreTrainedModel, report: Report, path: str) -> None:
     """Prints a notice of weights that `path` lacks, or has and `model` does not; a critic's head is its own and new."""
     is_critic = model.get_output_embeddings() is None
-    own = f"{model.base_model_prefix}." if is_critic else ""
+    prefix = f"{model.base_model_prefix}." if is_critic else ""
     for kind, words in (
         ("missing_keys", "lacks {} of {}, at random now"),
         ("unexpected_keys", "has {} that {} has no place for"),
     ):
-        names = sorted(name for name in report[kind] if name.startswith(own))
+        names = sorted(name for name in report[kind] if name.startswith(prefix))
         if names:
             listed = ", ".join(names[:3]) + ", …" * (len(names) > 3)
             weights = words.format(plural(len(names), "weight"), type(model).__name__)

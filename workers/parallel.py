@@ -113,9 +113,9 @@ class Replicas:
         """Scales the gradients down to the norm `most`. Returns their norm before."""
         weights = [weight for weight in model.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights])
-        if (found := norm.item()) > most:  # clip_grad_norm_ would multiply by 1 where it is not
+        if (size := norm.item()) > most:  # clip_grad_norm_ would multiply by 1 where it is not
             torch.nn.utils.clip_grads_with_norm_(weights, most, norm)
-        return found
+        return size
 
     # Its weights are read.
 

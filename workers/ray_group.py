@@ -133,18 +133,18 @@ class RayPending:
         results, pending = {}, self.calls
         while pending:
             [done], pending = ray.wait(pending)
-            place = self.calls.index(done)
+            rank = self.calls.index(done)
             try:
-                results[place] = ray.get(done)
+                results[rank] = ray.get(done)
             except ray.exceptions.RayActorError as error:
-                raise self._death(place, error) from error
+                raise self._death(rank, error) from error
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, ConfigError):
                     raise error.cause from None
                 self._look_for_deaths()
                 text = COLOUR.sub("", str(error))  # the worker's traceback, which ours would only repeat
-                raise WorkerError(f"worker rank {place} failed:\n{text}{self._missing(text)}") from None
-        return [results[place] for place in range(len(self.calls))]
+                raise WorkerError(f"worker rank {rank} failed:\n{text}{self._missing(text)}") from None
+        return [results[rank] for rank in range(len(self.calls))]
 
     def _look_for_deaths(self) -> None:
         """Raises if another rank is gone, which may be why this one failed: Ray notices it a little later."""
@@ -167,8 +167,8 @@ class RayPending:
         return f"\nIt waited actor_rollout_ref.nccl_timeout seconds; ranks {ranks} have not come. If slow, raise it."
 
     @staticmethod
-    def _death(place: int, error: Exception) -> "WorkerError":
-        return WorkerError(f"worker rank {place} died: {error}. Its log is under /tmp/ray/session_latest/logs.")
+    def _death(rank: int, error: Exception) -> "WorkerError":
+        return WorkerError(f"worker rank {rank} died: {error}. Its log is under /tmp/ray/session_latest/logs.")
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:

@@ -55,16 +55,16 @@ def score_tokens(
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
 
-    asked = {"temperature": temperature, "softcap": softcap, "with_moments": with_entropy or with_sum_pi_squared}
-    score = partial(score_block, **asked)
+    with_moments = with_entropy or with_sum_pi_squared
+    score = partial(score_block, temperature=temperature, softcap=softcap, with_moments=with_moments)
     width = max(MIN_BLOCK, (tile_bytes or TILE_BYTES[device]) // (4 * max(1, len(labels))))
     shifts = repeat(None) if bias is None else bias.split(width)
-    kept, found = kept_bytes // (4 * width * max(1, len(labels))), []
+    kept, parts = kept_bytes // (4 * width * max(1, len(labels))), []
     for place, (rows, shift) in enumerate(zip(weight.split(width), shifts, strict=False)):
         block = hidden, rows, shift, labels - first - place * width
         again = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-        found.append(score(*block) if place < kept else again(*block))
-    scores = join_softmaxes(torch.stack(found))
+        parts.append(score(*block) if place < kept else again(*block))
+    scores = join_softmaxes(torch.stack(parts))
     if mesh is not None:
         scores = join_softmaxes(DTensor.from_local(scores[None], mesh, [Shard(0)], run_check=False).full_tensor())
     normalizer, entropy, squares, chosen = (scores[kind] for kind in range(4))

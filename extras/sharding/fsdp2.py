@@ -175,10 +175,10 @@ class Sharding(Replicas):
         groups = by_mesh([weight for weight in model.parameters() if weight.grad is not None]) or [[]]
         norms = [full_tensor(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
         norm = norms[0] if len(norms) == 1 else same_on_peers(torch.stack(norms).norm())
-        if norm.item() > most:
+        if (size := norm.item()) > most:
             for group in groups:
                 torch.nn.utils.clip_grads_with_norm_(group, most, norm)
-        return norm.item()
+        return size
 
     def full(self, tensor: Tensor) -> Tensor:
         return full_tensor(tensor)
