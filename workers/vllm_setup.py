@@ -98,9 +98,10 @@ def head_size(text: PretrainedConfig) -> int:
 def check_head_size(text: PretrainedConfig) -> None:
     """Raises ValueError for heads that vLLM's attention on CPUs does not know: it would fail at the first prompt."""
     if head_size(text) not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         raise ValueError(
-            f"{KEY}.name=vllm: on a CPU, vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))}, "
-            f"and this model's have {head_size(text)} numbers. Set rollout.name=hf, or choose another model."
+            f"{KEY}.name=vllm: on a CPU, vLLM has attention for heads of {sizes} numbers, and this model's have "
+            f"{head_size(text)}. Set rollout.name=hf, or choose another model."
         )
 
 
