@@ -35,7 +35,7 @@ from workers.forward import forward_of
 from workers.group import Group, LocalGroup, roles_of
 from workers.model_worker import ModelWorker
 from workers.rollout import Rollout
-from workers.weight_sync import weight_sync
+from workers.weight_sync import sync_class
 
 
 def main() -> None:
@@ -135,7 +135,7 @@ class WorkerMeter:
         engine = self.recorded if is_recorded else self.sampled
         if engine is not self.rollout.engine:
             self.rollout.engine.sleep()
-            self.rollout.engine, self.rollout.sync = engine, weight_sync(engine, self.policy)
+            self.rollout.engine, self.rollout.sync = engine, sync_class()(engine, self.policy)
             if engine.own_weights:
                 self.rollout.update_weights(self.recorded.weight_version)
         self.meter.start(is_watched)
