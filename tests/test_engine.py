@@ -3,14 +3,11 @@
 import math
 import re
 import shutil
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig, PreTrainedModel
 
 from configs.schema import ModelConfig, OptimConfig
@@ -197,34 +194,6 @@ def test_no_model_drops_out_whatever_its_config_says(tiny_model: Path, tmp_path:
 def test_override_config_replaces_values_of_the_model(tiny_model: Path):
     module = load_causal_lm(ModelConfig(path=str(tiny_model), override_config={"rms_norm_eps": 0.5}))
     assert module.model.norm.variance_epsilon == 0.5
-
-
-def test_in_bfloat16_an_update_casts_each_weight_once_whatever_its_micro_batches(tiny_model: Path):
-    engine, casts = make_engine(tiny_model, dtype=torch.bfloat16), Counter()
-    plain = make_engine(tiny_model, dtype=torch.bfloat16)
-
-    class Casts(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten._to_copy.default and kwargs["dtype"] == torch.bfloat16:
-                casts[args[0].data_ptr()] += 1
-            return function(*args, **(kwargs or {}))
-
-    def losses() -> Iterator[torch.Tensor]:
-        for factor in (1, 2, 3):
-            with engine.autocast():
-                loss = factor * loss_of(engine)
-            yield loss
-
-    with Casts():
-        assert engine.accumulate(losses())
-    layers = [layer for layer in engine.module.modules() if isinstance(layer, torch.nn.Linear)]
-    assert {casts[layer.weight.data_ptr()] for layer in layers} == {1}
-    for factor in (1, 2, 3):
-        with plain.autocast():
-            loss = factor * loss_of(plain)
-        loss.backward()
-    for one, other in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize(

@@ -346,17 +346,6 @@ def test_completions_come_in_the_order_of_the_requests(bench: Bench):
 
 
 @every_engine
-def test_requests_join_at_any_time_and_come_out_once(bench: Bench):
-    rows = [Request(row, PROMPTS[row], replace(GREEDY, max_tokens=3 + row), seed=row) for row in range(5)]
-    wanted, found = {done.id: done.token_ids for done in bench.engine.generate(rows)}, {}
-    for row in rows:
-        bench.engine.add(row)
-        found |= {done.id: done for done in bench.engine.step()}
-    found |= drain(bench.engine)
-    assert {i: done.token_ids for i, done in found.items()} == wanted
-
-
-@every_engine
 def test_waiting_and_running_requests_are_aborted_while_others_go_on(bench: Bench):
     rows = [Request(row, PROMPTS[row % 5], sampling(), derive_seed(1, row)) for row in range(100)]  # places: 64
     wanted = {done.id: done.token_ids for done in bench.engine.generate(rows)}

@@ -36,7 +36,6 @@ from workers.ray_group import (
     reserve,
     start_pools,
     worker_environment,
-    worker_summary,
 )
 from workers.rollout import load_rollout_class
 
@@ -413,18 +412,6 @@ def test_the_worker_leaves_the_callers_random_numbers_alone(tiny_model: Path, tm
     [group] = distinct_groups(pools)
     assert group.worker.roles.keys() == pools.keys()
     assert torch.equal(torch.rand(3), expected_draw)
-
-
-def test_a_run_says_where_its_worker_is():
-    asked = ["trainer.n_threads=1", "trainer.n_gpus_per_node=0"]
-    local = worker_summary(compose(*asked).trainer)
-    assert local == "the worker is this process, with 1 thread (trainer.n_threads) and no GPU."
-    remote = worker_summary(compose("trainer.executor=ray", "trainer.n_threads=3", "trainer.n_gpus_per_node=1").trainer)
-    assert remote == "the worker is a Ray actor, with 3 threads (trainer.n_threads) and 1 GPU."
-    several = worker_summary(compose("trainer.nnodes=2", "trainer.n_workers_per_node=3", *asked).trainer)
-    assert several.startswith(
-        "6 workers are Ray actors, with 1 thread (trainer.n_threads) and no GPU each; each takes a share"
-    )
 
 
 @pytest.mark.parametrize(

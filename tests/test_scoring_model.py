@@ -5,14 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Phi3Config,
@@ -21,12 +18,10 @@ from transformers import (
 )
 
 from configs.schema import ModelConfig
-from data.seqlen_balancing import micro_batch_indices
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance
 from tests.shapes import SMALL
-from workers import micro_batches
 from workers import scoring_model as scoring_model_module
-from workers.micro_batches import MicroBatchSize, cut, cut_share, score
+from workers.micro_batches import cut, score
 from workers.scoring_model import scoring_model, with_hooks
 
 CPU = torch.device("cpu")
@@ -46,17 +41,6 @@ def llama() -> LlamaForCausalLM:
 
 
 # The trial
-
-
-def test_the_trial_is_no_longer_than_it_has_to_be():
-    seen = []
-    for longest, window in [(1000, None), (1000, 2000), (1000, 30), (33, 30), (4, None)]:
-        model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=window))
-        model.base_model.register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
-        ready(model, longest)
-        padded = [given["attention_mask"].shape[1] for given in seen if given["attention_mask"].ndim == 2]
-        assert max(padded) + 1 == {(1000, 30): 54, (33, 30): 33}.get((longest, window), 9)
-        seen.clear()
 
 
 def scale_by_company(model: PreTrainedModel, argument: str) -> None:
@@ -181,27 +165,3 @@ def test_a_copy_scores_by_weights_of_its_own_and_checkpoints_hold_the_weights_al
     twin.save_pretrained(tmp_path)
     again = ready(LlamaForCausalLM.from_pretrained(tmp_path), kernels=kernels)
     assert torch.equal(score(again, batch, CUTS["3 rows"], TEMPERATURE).log_probs, before)
-
-
-def test_an_adapter_goes_below_the_scores():
-    model, batch = ready(llama()), ragged_batch()
-    before = score(model, batch, CUTS["3 rows"], TEMPERATURE).log_probs
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    base = adapted.get_base_model()
-    with_adapter = score(base, batch, CUTS["3 rows"], TEMPERATURE).log_probs
-    assert not torch.allclose(with_adapter, before, atol=1e-3)
-    with adapted.disable_adapter():
-        torch.testing.assert_close(score(base, batch, CUTS["3 rows"], TEMPERATURE).log_probs, before)
-
-
-def test_a_share_is_cut_once_for_the_count_and_the_micro_batches(monkeypatch: pytest.MonkeyPatch):
-    model, batch, calls = ready(llama()), ragged_batch(), []
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return micro_batch_indices(*args, **kwargs)
-
-    monkeypatch.setattr(micro_batches, "micro_batch_indices", counted)
-    rows = [row for micro in cut_share(batch, MicroBatchSize(None, 24), [], model) for row in micro.rows]
-    assert sorted(map(int, rows)) == list(range(len(batch)))
-    assert len(calls) == 1

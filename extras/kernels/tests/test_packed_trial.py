@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from transformers import (
 )
 
 from extras.kernels import packed_attention
-from extras.kernels.trial import PackedTrial
 from tests import test_scoring_model as core
 from tests.test_scoring_model import SHAPE, llama, scale_by_company
-from workers.forward_check import check_width
 from workers.scoring_model import padded_scores
 
 ready = partial(core.ready, kernels="auto")
@@ -52,23 +49,6 @@ def test_the_trial_goes_past_a_window_as_far_as_the_run_does(longest: int, is_pa
     monkeypatch.undo()
     assert ready(model, longest).shares_prompts
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("device", "longest", "dtype", "width"),
-    [
-        ("cpu", 1000, torch.float32, 9),
-        ("cpu", 1000, torch.bfloat16, 32),
-        ("cpu", 20, torch.bfloat16, 20),
-        ("cuda", 1000, torch.bfloat16, 200),
-        ("cuda", 1000, torch.float32, 200),
-        ("cuda", 20, torch.float32, 20),
-    ],
-)
-def test_the_trial_is_as_long_as_roundings_and_kernels_ask(device, longest, dtype, width):
-    """FlexAttention's blocks have 128 tokens; that of a handful of scores says little about rounding."""
-    model = SimpleNamespace(config=llama().config, device=torch.device(device))
-    assert check_width(model, longest, PackedTrial.shortest(model, dtype)) == width
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

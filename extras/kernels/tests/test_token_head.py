@@ -98,19 +98,6 @@ def test_numbers_by_hand():
     torch.testing.assert_close(squares, torch.full((3,), 30 / 64))
 
 
-@pytest.mark.parametrize("kept_bytes", [0, KEEP_ALL])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradients_agree_with_finite_differences(softcap, kept_bytes):
-    case = make_case(num_tokens=3, vocab_size=MIN_BLOCK + 4, width=2)
-    leaves = case.leaves(torch.float64)
-    options = {"temperature": 0.7, "softcap": softcap, "tile_bytes": 1, "kept_bytes": kept_bytes, "with_entropy": True}
-
-    def scores(*tensors):
-        return blocked(dict(zip(leaves, tensors, strict=True)), case.labels, **options)[:2]
-
-    assert torch.autograd.gradcheck(scores, tuple(leaves.values()))
-
-
 def test_only_what_is_asked_for_comes_back_and_squares_carry_no_gradient():
     case = make_case()
     log_probs, entropy, squares = blocked(case.leaves(), case.labels)

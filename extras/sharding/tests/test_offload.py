@@ -174,23 +174,6 @@ def test_a_reference_in_bfloat16_scores_as_the_policy_does(
     assert frozen_copy(policy, torch.float32).lm_head.weight.dtype == torch.float32
 
 
-def test_updates_with_checkpointing_keep_no_cast_weights(tiny_model: Path):
-    """…and have the same gradients as with them."""
-    module = load_causal_lm(ModelConfig(path=str(tiny_model), enable_gradient_checkpointing=True))
-    engine, gradients = TrainEngine(module, OptimConfig(), 10, CPU, torch.bfloat16), []
-    for updates in (True, False):
-        with engine.autocast(updates):
-            assert torch.is_autocast_cache_enabled() is not updates
-            loss = module(IDS, labels=IDS).loss
-        loss.backward()
-        gradients.append([weight.grad for weight in module.parameters()])
-        module.zero_grad(set_to_none=True)
-    assert all(map(torch.equal, *gradients))
-    module.gradient_checkpointing_disable()
-    with engine.autocast(updates=True):
-        assert torch.is_autocast_cache_enabled()
-
-
 def put_by_swapping(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """`offload.put` for the pretended GPU, whose tensors are of another class than the host's."""
     made = torch.nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else values
