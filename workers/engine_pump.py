@@ -71,12 +71,8 @@ class CallingThread(Executor):
 
 
 class AsyncEngine:
-    """Steps `engine` in one thread whenever there are requests. For use within one event loop, which keeps all books.
-
-    Args:
-        precision: makes the context that the engine is called in.
-        thread: of one thread, from which alone the engine is called.
-    """
+    """Steps `engine` in the one thread of `thread`, within `precision()`, whenever there are requests. For use within one
+    event loop, which keeps all books."""
 
     def __init__(
         self, engine: Rollout, precision: Callable[[], AbstractContextManager[None]], thread: Executor
@@ -95,13 +91,8 @@ class AsyncEngine:
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: int, goes_on: bool
     ) -> Completion:
-        """Returns the whole response to a prompt, a turn of `episode`.
-
-        `goes_on`: the prompt of its next turn begins with this one and the response, as far as is known.
-
-        Raises:
-            ValueError, EngineError: as `answer`.
-        """
+        """Returns the whole response to a prompt, a turn of `episode`; raises as `answer` does. `goes_on`: the prompt of
+        its next turn begins with this one and the response, as far as is known."""
         request = Request(next(self.numbers), prompt_ids, sampling, seed, episode=episode if goes_on else None)
         self._is_back(episode)
         async with aclosing(self._pieces(Client(request, episode))) as pieces:
@@ -111,12 +102,8 @@ class AsyncEngine:
     async def answer(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool
     ) -> AsyncIterator[Piece]:
-        """Yields the response to a prompt, in pieces as its tokens come, or in one. To leave early ends the request.
-
-        Raises:
-            ValueError: the engine cannot answer it.
-            EngineError: the engine raised.
-        """
+        """Yields the response to a prompt, in pieces as its tokens come, or in one; to leave early ends the request.
+        Raises ValueError if the engine cannot answer it, EngineError if the engine raised."""
         request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise)
         async with aclosing(self._pieces(Client(request))) as pieces:
             async for piece in pieces:

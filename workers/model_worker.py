@@ -190,17 +190,11 @@ def files_of_rows(config: Config) -> list[str]:
 
 class StandaloneRollout:
     """The engine that `rollout.name` names, around the model at `model.path`, or, if it is a server, around the
-    server's, which should be the same.
-
-    Args:
-        n_threads: CPU threads; None: OMP_NUM_THREADS, else the cores.
+    server's; raises ValueError for no such model or engine, or lengths that the model was not made for.
 
     Attributes:
         engine: the engine; call it within `precision`.
         vocab_size: token ids of the model are 0 to this number − 1.
-
-    Raises:
-        ValueError: no such model or engine, or lengths that the model was not made for.
     """
 
     def __init__(

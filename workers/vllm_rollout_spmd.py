@@ -143,11 +143,8 @@ class vLLMRollout(Rollout):
         self.lost_weights = False
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Adds LoRA's matrices to the weights that are there from now on, instead of those before, through a folder.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Adds LoRA's matrices to the weights that are there from now on, instead of those before, through a folder;
+        raises ValueError if there are none."""
         super().load_weights(weights, version)
         self._wake("weights")
         from vllm.lora.request import LoRARequest
