@@ -71,8 +71,8 @@ class CallingThread(Executor):
 
 
 class AsyncEngine:
-    """Steps `engine` in the one thread of `thread`, within `precision()`, whenever there are requests. For use within one
-    event loop, which keeps all books."""
+    """Steps `engine` in the one thread of `thread`, within `precision()`, whenever there are requests. For use within
+    one event loop, which keeps all books."""
 
     def __init__(
         self, engine: Rollout, precision: Callable[[], AbstractContextManager[None]], thread: Executor
@@ -91,8 +91,8 @@ class AsyncEngine:
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: int, goes_on: bool
     ) -> Completion:
-        """Returns the whole response to a prompt, a turn of `episode`; raises as `answer` does. `goes_on`: the prompt of
-        its next turn begins with this one and the response, as far as is known."""
+        """Returns the whole response to a prompt, a turn of `episode`; raises as `answer` does. `goes_on`: the prompt
+        of its next turn begins with this one and the response, as far as is known."""
         request = Request(next(self.numbers), prompt_ids, sampling, seed, episode=episode if goes_on else None)
         self._is_back(episode)
         async with aclosing(self._pieces(Client(request, episode))) as pieces:
