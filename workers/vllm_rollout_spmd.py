@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ from configs.errors import ConfigError
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
-from workers.rollout import KEY, Rollout, check_finite, check_request, check_temperature
+from workers.rollout import KEY, Rollout, check_request, check_temperature
 from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
 from workers.weight_sync import sync_class
 
@@ -64,7 +64,6 @@ class vLLMRollout(Rollout):
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
         self.device = model.device
-        self.begun: dict[int, Any] = {}  # vLLM's CompletionOutput of piecewise requests after the last step, by id
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.lockstep = Lockstep(config.tensor_model_parallel_size)
         self.engine = start_engine(config, model, self.lockstep.place)
@@ -95,7 +94,6 @@ class vLLMRollout(Rollout):
                 )
                 self.running[request.id] = request
             outputs = self.engine.step()
-        self.begun = {int(output.request_id): output.outputs[0] for output in outputs if not output.finished}
         return [self._pop_completion(output) for output in outputs if output.finished]
 
     def _abort_running(self, ids: Sequence[int]) -> None:
@@ -120,13 +118,6 @@ class vLLMRollout(Rollout):
         finally:
             if leads:
                 self.lockstep.broadcast(None)
-
-    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
-        return {
-            number: self._read_tokens(self.running[number], self.begun[number], start)
-            for number, start in seen.items()
-            if number in self.begun and number in self.running
-        }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies `weights`, named as in a checkpoint, tied ones under each of their names, and drops the caches.
@@ -196,19 +187,14 @@ class vLLMRollout(Rollout):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        kind = RequestOutputKind.CUMULATIVE if request.piecewise else RequestOutputKind.FINAL_ONLY
-        fields = self._sampling_fields(request)
-        return SamplingParams(**fields, flat_logprobs=True, detokenize=False, output_kind=kind)
+        fields = self._sampling_fields(request) | {"output_kind": RequestOutputKind.FINAL_ONLY}
+        return SamplingParams(**fields, flat_logprobs=True, detokenize=False)
 
     def _pop_completion(self, output: Any) -> Completion:
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
-        return self._completion(request, *self._read_tokens(request, answer, 0), answer.finish_reason)
-
-    def _read_tokens(self, request: Request, answer: Any, start: int) -> tuple[list[int], list[float]]:
-        """Returns the token ids and log-probs of vLLM's `answer` from `start` on."""
-        log_probs = [answer.logprobs.logprobs[place] for place in answer.logprobs.start_indices[start:]]
-        return list(answer.token_ids[start:]), check_finite(log_probs, request, self.weight_version)
+        log_probs = [answer.logprobs.logprobs[place] for place in answer.logprobs.start_indices]
+        return self._completion(request, [*answer.token_ids], log_probs, answer.finish_reason)
 
 
 def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> Any:
