@@ -82,7 +82,7 @@ class RunningBatch:
     ) -> None:
         self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
         self.max_num_batched_tokens, self.max_kept_tokens = max_num_batched_tokens, max_kept_tokens
-        self.stop_ids, self.prefilled_tokens = frozenset(stop_ids), 0
+        self.stop_ids = frozenset(stop_ids)
         self._set_alive([], on_device([], module.device))
 
     def _set_alive(self, rows: list[RunningRow], last: Tensor) -> None:
@@ -136,7 +136,6 @@ class RunningBatch:
             rows.setdefault(tuple(request.prompt_ids), []).append(request)
         prompts, finished = list(rows), []
         new = self._new_tokens(prompts, rows)
-        self.prefilled_tokens += sum(new)
         for part in padded_parts(new, self.max_num_batched_tokens):
             finished += self._join_pass({prompts[place]: rows[prompts[place]] for place in part})
         return finished
@@ -300,14 +299,7 @@ class HFRollout(Rollout):
         self.positions = position_count(model.config.get_text_config())
         self.batch: RunningBatch | None = None  # while there are requests
         self.set_up = ExitStack()  # what the module is set up with meanwhile
-        self._prefilled = 0  # tokens of prompts, in batches that have ended
         self.batch_class: type[RunningBatch] = self._choose_batch_class()
-        self._prefilled = 0  # without the trial's
-
-    @property
-    def prefilled_tokens(self) -> int:
-        """Tokens of prompts that went through the model so far, equal prompts and kept turns once, without padding."""
-        return self._prefilled + (self.batch.prefilled_tokens if self.batch is not None else 0)
 
     def _choose_batch_class(self) -> type[RunningBatch]:
         name, problems = type(self.module).__name__, []
@@ -442,7 +434,7 @@ class HFRollout(Rollout):
     def _stop(self) -> None:
         """Forgets all requests and episodes, and leaves the module as it was before them, to be trained."""
         self.waiting.clear()
-        self._prefilled, self.batch = self.prefilled_tokens, None
+        self.batch = None
         self.set_up.close()
 
 

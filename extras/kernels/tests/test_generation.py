@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,20 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of prompts that go through the model, of each time that requests join."""
+    counts, new_tokens = [], SharedPrompts._new_tokens
+
+    def counted(*args: Any) -> list[int]:
+        new = new_tokens(*args)
+        counts.append(sum(new))
+        return new
+
+    monkeypatch.setattr(SharedPrompts, "_new_tokens", counted)
+    return counts
+
+
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_whole_forwards_without_cache(tokenizer, family: str, forward: str, monkeypatch: pytest.MonkeyPatch):
@@ -55,16 +70,17 @@ def test_passes_and_traces_are_the_cores(tokenizer, forward: str, monkeypatch: p
 
 @pytest.mark.parametrize("budget", [8192, 6])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_next_turns_are_answered_as_if_nothing_were_kept(tokenizer: PreTrainedTokenizerBase, family: str, budget: int):
+def test_next_turns_are_answered_as_if_nothing_were_kept(tokenizer, prefilled: list[int], family: str, budget: int):
     """Whatever the passes; and nothing is left of the episodes, nor on the model."""
     samplings = [replace(GREEDY, max_tokens=1), replace(GREEDY, max_tokens=4), sampling(3), sampling(4, 0.7)]
     rollout = make_rollout(random_model(family, "packed"), tokenizer, (40,), max_num_batched_tokens=budget)
     episodes = plans(1, samplings, 300)
+    prefilled.clear()  # of the engine's trial
     wanted = play(rollout, episodes, keeps=False)
-    before = rollout.prefilled_tokens
+    before = sum(prefilled)
     found = play(rollout, episodes, keeps=True)
     assert_same([done for _, done in found.values()], {done.id: done for _, done in wanted.values()})
-    assert rollout.prefilled_tokens - before < before / 2
+    assert sum(prefilled) - before < before / 2
     assert rollout.batch is None and rollout.module.training
 
 
@@ -74,38 +90,38 @@ def keep(rollout: HFRollout, episode: int, prompt: list[int], max_tokens: int = 
     return prompt + rollout.generate([request])[0].token_ids
 
 
-def test_only_what_is_new_of_a_turn_is_prefilled(tokenizer: PreTrainedTokenizerBase):
+def test_only_what_is_new_of_a_turn_is_prefilled(tokenizer: PreTrainedTokenizerBase, prefilled: list[int]):
     """By turns: a group's first prompt once; then the token that was drawn last, and what it was told; of a past that
     has changed, from the change on; all of it once nothing is kept any more."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer)
     told, counts = {7: [11, 12], 8: [13], 9: [*range(14, 20)]}, []
 
-    def prefilled(prompts: dict[int, list[int]]) -> dict[int, list[int]]:
-        before = rollout.prefilled_tokens
+    def answer(prompts: dict[int, list[int]]) -> dict[int, list[int]]:
+        prefilled.clear()
         requests = [Request(e, ids, sampling(3, 1.0), derive_seed(e), episode=e) for e, ids in prompts.items()]
         done = rollout.generate(requests)
-        counts.append(rollout.prefilled_tokens - before)
+        counts.append(sum(prefilled))
         return {e: prompts[e] + one.token_ids for e, one in zip(prompts, done, strict=True)}
 
-    texts = prefilled(dict.fromkeys(told, PROMPTS[2]))
+    texts = answer(dict.fromkeys(told, PROMPTS[2]))
     for _ in range(4):
-        texts = prefilled({e: ids + told[e] for e, ids in texts.items()})
+        texts = answer({e: ids + told[e] for e, ids in texts.items()})
     assert counts == [len(PROMPTS[2]), *[sum(1 + len(ids) for ids in told.values())] * 4]
     changed = [*texts[9][:20], 21 + texts[9][20] % 2, *texts[9][21:]]
-    prefilled({9: changed, 8: texts[8]})
+    answer({9: changed, 8: texts[8]})
     assert counts[-1] == len(changed) - 20 + 1
     rollout.forget([7, 8])
-    prefilled({8: [*texts[8], 5], 9: [*changed, 5]})
+    answer({8: [*texts[8], 5], 9: [*changed, 5]})
     assert counts[-1] == len(texts[8]) + 1 + 1
     rollout.sleep()
-    prefilled({9: changed})
+    answer({9: changed})
     assert counts[-1] == len(changed)
 
 
 @pytest.mark.parametrize(
     "drop", [lambda rollout: rollout.load_weights([], 1), HFRollout.sleep, HFRollout.close, lambda r: r.forget([1, 2])]
 )
-def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer: PreTrainedTokenizerBase, drop: Callable):
+def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer, prefilled: list[int], drop: Callable):
     """Until then the model stays as it decodes, so that turns which come one by one need not set it up each time."""
     model = random_model("Llama, untied", "packed").train()
     rollout = make_rollout(model, tokenizer)
@@ -114,9 +130,9 @@ def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer: PreTraine
     assert not rollout.has_unfinished_requests() and not model.training and rollout.batch.turns.turns.keys() == {1, 2}
     drop(rollout)
     assert model.training and rollout.batch is None
-    before = rollout.prefilled_tokens
+    prefilled.clear()
     text = keep(rollout, 1, PROMPTS[0])
-    assert rollout.prefilled_tokens == before + len(PROMPTS[0])
+    assert sum(prefilled) == len(PROMPTS[0])
     rollout.forget([1])
     assert text[:3] == PROMPTS[0] and model.training
 
