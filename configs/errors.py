@@ -1,7 +1,6 @@
 """Turns mistakes of the user into one line, names the line of the user's code that raised, and prints notices.
 
-Before workers start, a mistake of the user ends the command with one line that names cause and remedy;
-HYDRA_FULL_ERROR=1 shows its traceback. Bugs of this repository, and all errors during training, keep their traceback.
+HYDRA_FULL_ERROR=1 shows the traceback. Bugs of this repository, and all errors during training, keep theirs.
 """
 
 import difflib
@@ -166,10 +165,8 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Returns " Did you mean …?" with the nearest key, or an empty text: one of its section by the last part, one with
-    its last part, or the nearest by its full spelling or else its last part.
-
-    A name that other frameworks have for the last part is read as ours."""
+    """Returns " Did you mean …?" with the nearest key, or an empty text: first of the same section, then of the same
+    last part; a name of other frameworks is read as ours."""
     section, dot, last = name.rpartition(".")
     name = section + dot + ELSEWHERE.get(last, last)
     section, _, last = name.rpartition(".")

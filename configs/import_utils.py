@@ -108,16 +108,16 @@ def load_subclass(path: str, name: str | None, base: type, key: str) -> type:
         TypeError: it is no subclass of `base`.
         ValueError: it overrides a method of another project's that nothing calls here.
     """
-    found = load_extern_object(path, name)
-    if not isinstance(found, type) or not issubclass(found, base):
+    loaded = load_extern_object(path, name)
+    if not isinstance(loaded, type) or not issubclass(loaded, base):
         needed = f"{base.__module__}.{base.__name__}"
-        raise TypeError(f"{key}={name} in {path} is {found!r}; it must be a subclass of {needed}.")
+        raise TypeError(f"{key}={name} in {path} is {loaded!r}; it must be a subclass of {needed}.")
     uncalled = {method: why for foreign in foreign_imports() for method, why in foreign.idle_methods().items()}
-    for depth, parent in enumerate(found.__mro__):
-        for method in chain.from_iterable(map(vars, found.__mro__[:depth])):
+    for depth, parent in enumerate(loaded.__mro__):
+        for method in chain.from_iterable(map(vars, loaded.__mro__[:depth])):
             if reason := uncalled.get(f"{parent.__module__}.{parent.__name__}.{method}"):
-                raise ValueError(f"{key}: {found.__name__}.{method} is not called here: {reason}.")
-    return found
+                raise ValueError(f"{key}: {loaded.__name__}.{method} is not called here: {reason}.")
+    return loaded
 
 
 def load_named(text: Any, where: str) -> Any:

@@ -12,9 +12,9 @@ def find_path(path: str | Path) -> Path:
 
     So the defaults (custom/env_wrapper.py) work everywhere, and a user's own file of that name is found first.
     """
-    found = Path(path).expanduser()
-    shipped = ROOT / found
-    return shipped if shipped.exists() and not found.exists() else found
+    named = Path(path).expanduser()
+    shipped = ROOT / named
+    return shipped if shipped.exists() and not named.exists() else named
 
 
 def home_spelt_out(value: object) -> object:
@@ -37,14 +37,14 @@ def source_files(source: str | Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = [file for file in path.rglob("*") if file.suffix in DATA_ENDINGS and is_shown(file.relative_to(path))]
-        wanted = f"no file in it ends in {', '.join(DATA_ENDINGS)}"
+        files = [file for file in path.rglob("*") if file.suffix in DATA_ENDINGS and is_shown(file.relative_to(path))]
+        problem = f"no file in it ends in {', '.join(DATA_ENDINGS)}"
     else:
-        found = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
-        wanted = "there is no such file" if not glob.has_magic(str(path)) else "no file matches it"
-    if not found:
-        raise FileNotFoundError(f"{source}: {wanted} (looked in {Path.cwd()}).")
-    return sorted(found)
+        files = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
+        problem = "there is no such file" if not glob.has_magic(str(path)) else "no file matches it"
+    if not files:
+        raise FileNotFoundError(f"{source}: {problem} (looked in {Path.cwd()}).")
+    return sorted(files)
 
 
 def is_shown(path: Path) -> bool:

@@ -1,9 +1,7 @@
 """Sets the environment variables that torch reads, chooses numbers of threads, and answers signals to a command.
 
-A thread that waits for work spins for a while before it sleeps. A small model has work for it every few microseconds,
-less than waking it takes: without spinning it generates at 0.6 of the speed (1 M parameters, 2 cores). Spinning for
-milliseconds, libgomp's default, makes it up to 5 times slower beside one other busy process. Some tens of microseconds
-are nearly as good in both cases. Variables that the user has set are kept.
+A thread that waits for work spins before it sleeps. Without spinning a small model generates at 0.6 of the speed
+(1 M parameters, 2 cores); for milliseconds, libgomp's default, it is up to 5 times slower beside another busy process.
 """
 
 import atexit
@@ -61,11 +59,10 @@ def shows_tracebacks() -> bool:
 
 
 def end_on_interrupt() -> None:
-    """Makes Ctrl-C, SIGTERM and SIGHUP end this process with one line, printed at once; for commands, before their slow
-    imports.
+    """Makes Ctrl-C, SIGTERM and SIGHUP end this process with one line, printed at once.
 
-    Open files and processes are closed first, unless there is a second signal. The process then ends by the signal
-    itself, so that a shell's loop ends too.
+    What is open is closed first, unless there is a second signal; then the process ends by the signal itself, so that a
+    shell's loop ends too.
     """
     unanswered = [number for number in ENDING if signal.getsignal(number) in UNANSWERED]
     if not unanswered:
@@ -116,8 +113,7 @@ def say(text: str) -> None:
 class Requests:
     """Collects what signals ask of a run, which answers between two steps, while the context is open.
 
-    Ctrl-C, SIGTERM and SIGHUP have the run saved and ended, SIGUSR1 saved alone. After the first of those that end it,
-    the next ends it at once, as it would without this.
+    Ctrl-C, SIGTERM and SIGHUP have the run saved and ended, a second one ends it at once; SIGUSR1 saves alone.
 
     Args:
         when: says when the run will be saved, and what is lost before.
@@ -160,10 +156,7 @@ class Requests:
 
 @contextmanager
 def children_apart() -> Iterator[None]:
-    """Starts processes that signals to this one's group do not reach, as it answers for them; keeps its own handlers.
-
-    A job scheduler's SIGUSR1, which goes to every process, does not end them either.
-    """
+    """Starts processes that signals to this one's group do not reach, as it answers for them; keeps its handlers."""
     handlers = {number: signal.getsignal(number) for number in ENDING}
     start, mask = subprocess.Popen.__init__, signal.pthread_sigmask(signal.SIG_BLOCK, {SAVING})
     subprocess.Popen.__init__ = partialmethod(start, process_group=0)

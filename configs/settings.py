@@ -140,7 +140,7 @@ def with_settings(section: Any, settings: dict[str, Any]) -> Any:
     for key, value in settings.items():
         name, _, rest = key.partition(".")
         below.setdefault(name, {})[rest] = value
-    changed = {name: found[""] if "" in found else with_settings(section[name], found) for name, found in below.items()}
+    changed = {name: new[""] if "" in new else with_settings(section[name], new) for name, new in below.items()}
     return replace(section, **changed)
 
 

@@ -24,10 +24,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(path: str | PathLike) -> Iterator[BinaryIO]:
-    """Opens a file that takes the place of `path` in one move when its body is through, and never if that raises.
-
-    Its folder is made.
-    """
+    """Opens a file, in a folder that is made, that takes the place of `path` in one move, unless its body raises."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -148,8 +145,8 @@ def sole_run(folder: str | Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "it has not said yet which"
             raise ConfigError(
-                f"trainer.default_local_dir={folder} belongs to another run, which goes on: {holder}. Wait for it, "
-                "stop it, or name another folder (trainer.default_local_dir, or trainer.experiment_name)."
+                f"trainer.default_local_dir={folder} belongs to another run, which goes on: {holder}. Wait for it, or "
+                "name another folder."
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -1,9 +1,7 @@
 """Derives any number of independent generators from one seed.
 
-Every source of randomness of a run is derived from `trainer.seed` and a name such as ("order", epoch). A stage that
-knows its name and step can remake its generator at any time, so no generator state has to be saved or restored, and
-adding a generator changes no other one. The global generators of python, numpy and torch are for what users' datasets,
-rewards, engines and losses draw.
+Every source of randomness is derived from `trainer.seed` and a name such as ("order", epoch): no state has to be saved,
+and adding a generator changes no other. The global generators are for what users' code draws.
 """
 
 import hashlib
@@ -45,11 +43,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
-    """The global generators seeded for the body, and as they were afterwards.
-
-    A user's engine or loss that draws from them then draws the same in this process and behind Ray, and disturbs
-    nobody else's draws.
-    """
+    """Seeds the global generators for the body, and then restores them: users' code draws the same behind Ray."""
     before = rng_state()
     seed_everything(seed)
     try:

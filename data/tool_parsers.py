@@ -84,15 +84,15 @@ class ToolParser:
         tools = [[*schemas.values()]] if "tools" in signature(self.extract_tool_calls).parameters else []
         with ThreadPoolExecutor(1) as thread:  # in this one a loop may run already
             text, calls = thread.submit(asyncio.run, self.extract_tool_calls(ids, *tools)).result()
-        found = ParsedAnswer(text)
+        parsed = ParsedAnswer(text)
         for call in calls:
-            add_json_call(found, json.dumps({"name": call.name, "arguments": call.arguments}), "arguments")
-        return found
+            add_json_call(parsed, json.dumps({"name": call.name, "arguments": call.arguments}), "arguments")
+        return parsed
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
         """Reads an answer's tokens, for an agent loop in verl's form: the text around the calls, and the calls."""
-        found = self.parse(self.tokenizer.decode(responses_ids), {})
-        return found.text, [FunctionCall(call.name, json.dumps(call.arguments)) for call in found.calls]
+        parsed = self.parse(self.tokenizer.decode(responses_ids), {})
+        return parsed.text, [FunctionCall(call.name, json.dumps(call.arguments)) for call in parsed.calls]
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call as an answer writes it: for demonstrations."""
@@ -113,13 +113,13 @@ class HermesParser(ToolParser):
     BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        found = ParsedAnswer(self.BLOCK.sub("", answer).strip())
+        parsed = ParsedAnswer(self.BLOCK.sub("", answer).strip())
         for content, end in self.BLOCK.findall(answer):
             if end:
-                add_json_call(found, content, "arguments")
+                add_json_call(parsed, content, "arguments")
             else:
-                found.errors.append("a call is not closed: </tool_call> is missing")
-        return found
+                parsed.errors.append("a call is not closed: </tool_call> is missing")
+        return parsed
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         content = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
@@ -146,29 +146,29 @@ class PlainParser(ToolParser):
     BEGUN = re.compile(r"\s*([A-Za-z_][\w-]*)\(")
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        text, found = [], ParsedAnswer("")
+        text, parsed = [], ParsedAnswer("")
         for line in answer.split("\n"):
             begun = self.BEGUN.match(line)
             if call := self.CALL.fullmatch(line):
-                self._add(found, call[1], call[2], schemas)
+                self._add(parsed, call[1], call[2], schemas)
             elif begun and begun[1] in schemas:
-                found.errors.append(f"the call of {begun[1]} must be a line of its own that ends in )")
+                parsed.errors.append(f"the call of {begun[1]} must be a line of its own that ends in )")
             else:
                 text.append(line)
-        return ParsedAnswer("\n".join(text).strip(), found.calls, found.errors)
+        return ParsedAnswer("\n".join(text).strip(), parsed.calls, parsed.errors)
 
-    def _add(self, found: ParsedAnswer, name: str, content: str, schemas: Schemas) -> None:
+    def _add(self, parsed: ParsedAnswer, name: str, content: str, schemas: Schemas) -> None:
         names = [*schemas[name]["function"]["parameters"]["properties"]] if name in schemas else []
         whole = read_json(content)
         values = read_json(f"[{content}]")
         if isinstance(whole, dict) and names and whole.keys() <= set(names):
-            found.calls.append(ToolCall(name, whole))
+            parsed.calls.append(ToolCall(name, whole))
         elif len(names) < 2:  # none: the tool is unknown, or takes nothing
-            found.calls.append(ToolCall(name, {names[0]: content} if names else {}))
+            parsed.calls.append(ToolCall(name, {names[0]: content} if names else {}))
         elif isinstance(values, list) and len(values) <= len(names):
-            found.calls.append(ToolCall(name, dict(zip(names, values, strict=False))))
+            parsed.calls.append(ToolCall(name, dict(zip(names, values, strict=False))))
         else:
-            found.errors.append(f"write the call as {name}({', '.join(names)}), at most one JSON value for each")
+            parsed.errors.append(f"write the call as {name}({', '.join(names)}), at most one JSON value for each")
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         values = list(arguments.values())
@@ -182,19 +182,19 @@ def without_thoughts(answer: str) -> str:
     return THOUGHTS.sub("", answer)
 
 
-def add_json_call(found: ParsedAnswer, content: str, key: str) -> None:
+def add_json_call(parsed: ParsedAnswer, content: str, key: str) -> None:
     """Adds the call that the JSON `content` is, its arguments under `key`, or what is wrong with it."""
     call = read_json(content)
     if call is None:
-        found.errors.append(f'a call is not valid JSON: write {{"name": …, "{key}": {{…}}}}')
+        parsed.errors.append(f'a call is not valid JSON: write {{"name": …, "{key}": {{…}}}}')
         return
     name, arguments = (call.get("name"), call.get(key, {})) if isinstance(call, dict) else (None, {})
     if isinstance(arguments, str):  # some models write the arguments as JSON in a text
         arguments = read_json(arguments)
     if isinstance(name, str) and isinstance(arguments, dict):
-        found.calls.append(ToolCall(name, arguments))
+        parsed.calls.append(ToolCall(name, arguments))
     else:
-        found.errors.append(f'a call needs a "name", a text, and "{key}", an object')
+        parsed.errors.append(f'a call needs a "name", a text, and "{key}", an object')
 
 
 def json_lines(schemas: Sequence[Mapping[str, Any]]) -> str:

@@ -31,8 +31,7 @@ def check_bounds(name: str, value: float, holds: bool, bounds: str) -> None:
 class CurriculumSampler(AbstractCurriculumSampler):
     """Base of both: rows in bins, by their value in a column, and a success rate of each bin.
 
-    A subclass says by `weights()` how often each bin is drawn from; the row in it is drawn evenly. A dataset that grows
-    is looked through again as an epoch begins.
+    A subclass says by `weights()` how often each bin is drawn from; the row in it is drawn evenly.
 
     Args:
         key: the column, extra_info.difficulty for one within a dictionary; None: each row is a bin.

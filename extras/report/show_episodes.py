@@ -4,6 +4,8 @@ Of an episode, each turn: dim what the policy was shown, bold what it said (whic
 earned. Answers to plain prompts are shown as at validation.
 """
 
+from configs.errors import refusals  # isort: skip
+
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +17,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from configs.errors import refusals
 from extras.report.transcripts import Record, read_records, without_middle
 from training.tracking import short_number
 

@@ -23,10 +23,10 @@ class Llama3Parser(ToolParser):
         content = content.strip()
         if not tag and not (content.startswith("{") and '"name"' in content):
             return ParsedAnswer(answer.strip())
-        found = ParsedAnswer(text.strip())
+        parsed = ParsedAnswer(text.strip())
         for part in json_objects(content):
-            add_json_call(found, part, "parameters")
-        return found
+            add_json_call(parsed, part, "parameters")
+        return parsed
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
