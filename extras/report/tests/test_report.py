@@ -101,13 +101,6 @@ def test_numbers_that_two_bytes_cannot_hold_and_those_that_are_none_are_kept(tmp
     assert np.isnan(sample["value"][1]) and [*sample["mask"]] == [0] * 3 + [2] * 2 + [1] * 25
 
 
-def test_samples_are_of_one_prompt_if_its_text_and_its_item_are_the_same(tmp_path):
-    change_samples(run := write_run(tmp_path / "run", steps=1), lambda record: record | {"input": "the same"})
-    items = pack_samples(read_runs([run]), ALL)["columns"]["item"]
-    pairs = {(record["extra_info"]["index"], item) for record, item in zip(records(run), items, strict=True)}
-    assert len(pairs) == len({index for index, _ in pairs}) == len({*items}) > 1
-
-
 def test_an_episode_of_several_rows_keeps_each_prompt(tmp_path):
     def change(record):
         [row] = record["rows"]

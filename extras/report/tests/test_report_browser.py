@@ -75,21 +75,6 @@ def test_figures_are_told_where_one_points_in_a_chart(browser, report):
     assert "step" in told and "a (2 seeds)" in told and "b" in told and "undefined" not in told
 
 
-def test_any_metric_is_found_and_runs_are_hidden(browser, report):
-    browser.open(report)
-    browser.turn_to("Curves")
-    before = len(browser.all(".plot"))
-    browser.click("input[type=search]")
-    browser.press("ACTOR pg")
-    browser.click("button", "actor/pg_loss")
-    browser.see(".chart", "actor/pg_loss")
-    assert len(browser.drawn()) == before + 1
-    browser.click("button", "a2")
-    assert browser.see("button", "a2").get_attribute("aria-pressed") == "false"
-    browser.click("button", "actor/pg_loss")
-    assert len(browser.all(".plot")) == before
-
-
 def rows(browser: Browser) -> list[list[str]]:
     return [row.split("\n") for row in (found.text for found in browser.all(".sample"))]
 

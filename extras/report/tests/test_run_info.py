@@ -18,6 +18,7 @@ from configs.errors import latest, notice
 from extras.report.observer import EventFile, RunFile, git_state, machine
 from tests.runs import compose, files_of_at_most, short_run
 
+AS_A = "-c user.name=a -c user.email=a@b"
 CONFIG = compose("actor_rollout_ref.model.path=unused")
 
 
@@ -98,14 +99,11 @@ def test_notices_and_warnings_are_left_with_their_time_and_step(tmp_path, capsys
 
 def test_a_commit_is_known_where_there_is_git(tmp_path, monkeypatch):
     assert git_state(tmp_path) == {"commit": None, "dirty": False}
-    (tmp_path / ".git").write_text("of nothing")
-    assert git_state(tmp_path) == {"commit": None, "dirty": False}
-    for name in ("init -q", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m one", "add file"):
-        (tmp_path / ".git").unlink(missing_ok=True) if name.startswith("init") else (tmp_path / "file").touch()
+    (tmp_path / "file").touch()
+    for name, dirty in (("init -q", False), (f"{AS_A} commit -q --allow-empty -m one", False), ("add file", True)):
         subprocess.run(["git", *name.split()], cwd=tmp_path, check=True)
-        state = git_state(tmp_path)
-        assert state["dirty"] == name.startswith("add") and len(state["commit"] or 40 * " ") == 40
-    assert state["commit"]
+        assert git_state(tmp_path)["dirty"] == dirty
+    assert len(git_state(tmp_path)["commit"]) == 40
     monkeypatch.setenv("PATH", "")
     assert git_state(tmp_path) == {"commit": None, "dirty": False}
 

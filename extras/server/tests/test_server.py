@@ -217,30 +217,21 @@ GOOD = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
 CHATS = {"model": "tiny", "max_tokens": 2}
 BAD = [
     (b"{", "JSON"),
-    (b"", "required"),
-    ([], "dictionary"),
     ({"prompt": "abc"}, "model: Field required"),
-    ({"model": "tiny"}, "prompt: Field required"),
     (GOOD | {"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
-    (GOOD | {"max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
-    (GOOD | {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
     (GOOD | {"top_p": 0}, "top_p: Input should be greater than 0"),
-    (GOOD | {"n": 129}, "n: Input should be less than or equal to 128"),
     (GOOD | {"stop": [""]}, "at least 1 character"),
     (GOOD | {"maxtokens": 3}, "maxtokens: Extra inputs are not permitted"),
     (GOOD | {"frequency_penalty": 0.5}, "frequency_penalty is not part of this server"),
     (GOOD | {"logprobs": 3}, "logprobs=3: this server knows the log-prob of each sampled token"),
     (GOOD | {"prompt": []}, "prompt is empty"),
     (GOOD | {"prompt": ""}, "the prompt has no tokens"),
-    (GOOD | {"prompt": [[]]}, "the prompt has no tokens"),
     (GOOD | {"prompt": [5, 10**6]}, "the prompt has token ids beyond the model's"),
     (GOOD | {"prompt": [-1]}, "greater than or equal to 0"),
-    (GOOD | {"prompt": {"text": "abc"}}, "prompt"),
     (GOOD | {"prompt": "a" * 64}, "the prompt has 64 tokens and the response is to have 2, together more than the 64"),
     (GOOD | {"max_tokens": 62}, "the prompt has 3 tokens and the response is to have 62, together more than the 64"),
     ({"model": "tiny", "messages": []}, "messages"),
     ({"model": "tiny", "messages": [{"role": "user"}]}, "needs a 'role' and a 'content'"),
-    ({"model": "tiny", "messages": "hello"}, "messages"),
     ({"model": "tiny", "messages": ["hi"]}, "messages"),
 ]
 
@@ -255,17 +246,10 @@ def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(add
 
 BEYOND_BOUNDS = [
     (GOOD | {"temperature": 1e-40}, "temperature=1e-40: it must be 0, which is greedy, or 0.01 or more"),
-    (GOOD | {"temperature": 1e40}, "temperature: Input should be less than or equal to 100"),
-    (GOOD | {"stop_token_ids": [10**30]}, "stop_token_ids"),
     (GOOD | {"stop_token_ids": [1] * 65}, "at most 64 items"),
-    (GOOD | {"top_k": 10**30}, "top_k"),
-    (GOOD | {"seed": 10**30}, "seed"),
     (GOOD | {"prompt": ["a"] * 1000, "n": 128}, "1000 prompts with n=128: a request has at most 256 choices"),
-    (GOOD | {"prompt": ["a", 5] * 10**5}, "prompt"),
     (b"[" * 10**6, "body"),
-    (b'{"seed": ' + b"9" * 10**6 + b"}", ""),
     (CHATS | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text alone"),
-    (CHATS | {"messages": [{"role": "user", "content": [7]}]}, "text alone"),
     (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages: the chat template refuses them"),
 ]
 
@@ -310,21 +294,8 @@ def test_the_key_and_the_length_are_looked_at_before_the_body_is_read(address, k
     assert code in said.splitlines()[0], "and nothing of the body was sent"
 
 
-def test_a_request_that_the_engine_aborts_is_an_error(tiny_model):
-    class Aborting(Rollout):
-        def generate(self, requests: list[Request]) -> list[Completion]:
-            return [Completion(one.id, [], [], "aborted", 0) for one in requests]
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    engine = Aborting(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
-    served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
-    with serving(served, compose(tiny_model)) as url, pytest.raises(urllib.error.HTTPError) as refused:
-        post(url, GOOD)
-    assert refused.value.code == 500 and "the engine gave the request up" in refused.value.read().decode()
-
-
 class Fragile(Rollout):
-    """Refuses prompts of two tokens, breaks at those of three, and answers others by their first token."""
+    """Refuses prompts of two tokens, breaks at three, aborts four, and answers others by their first token."""
 
     def add(self, request: Request) -> None:
         if len(request.prompt_ids) == 2:
@@ -334,6 +305,8 @@ class Fragile(Rollout):
     def generate(self, requests: list[Request]) -> list[Completion]:
         if any(len(request.prompt_ids) == 3 for request in requests):
             raise RuntimeError("out of memory")
+        if any(len(request.prompt_ids) == 4 for request in requests):
+            return [Completion(one.id, [], [], "aborted", 0) for one in requests]
         return [Completion(one.id, one.prompt_ids[:1], [-1.0], "length", 0) for one in requests]
 
 
@@ -342,7 +315,11 @@ def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_
     engine = Fragile(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
     served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
     with serving(served, compose(tiny_model)) as url:
-        for prompt, code, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
+        for prompt, code, message in (
+            ("ab", 400, "two tokens are too few"),
+            ("abc", 500, "out of memory"),
+            ("abcd", 500, "the engine gave the request up"),
+        ):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 post(url, GOOD | {"prompt": prompt})
             assert refused.value.code == code and message in refused.value.read().decode()
