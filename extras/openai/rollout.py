@@ -9,6 +9,7 @@ import asyncio
 import resource
 from collections import deque
 from collections.abc import Coroutine, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -51,10 +52,13 @@ class OpenAIRollout(AsyncRollout):
         connections = min(config.max_num_seqs, files_allowed() // 2)
         self.session = self.run(open_session(settings.api_key, settings.timeout, connections))
         self.transfer = weight_transfer(settings)
-        self.model_name = self._choose_model()
-        self.ignore_eos = True
-        self.counts_filters = self._try_log_probs()
-        self.ignore_eos = self._try_stops()
+        with ExitStack() as failed:
+            failed.callback(self.close)
+            self.model_name = self._choose_model()
+            self.ignore_eos = True
+            self.counts_filters = self._try_log_probs()
+            self.ignore_eos = self._try_stops()
+            failed.pop_all()
 
     def add(self, request: Request) -> None:
         check_temperature(request)
