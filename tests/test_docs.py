@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -78,18 +79,14 @@ def run_command(command: str, folder: Path) -> str:
 
 
 def run_block(code: str, folder: Path) -> None:
-    """Runs the lines of a shell block in their order: `python …` by `run_command`, the others by bash."""
-    others: list[str] = []
-    for line in [*code.replace("\\\n", " ").splitlines(), "python -c pass"]:
-        if not line.startswith("python "):
-            others.append(line)
-            continue
-        if others:
-            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-            subprocess.run(["bash", "-ec", "\n".join(others)], cwd=folder, env={**os.environ, "PATH": path}, check=True)
-        others = []
-        if line != "python -c pass":
-            run_command(line, folder)
+    """Runs the lines of a shell block in their order: `python …` by `run_command`, those between them by bash."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for is_python, lines in groupby(code.replace("\\\n", " ").splitlines(), lambda line: line.startswith("python ")):
+        if is_python:
+            for line in lines:
+                run_command(line, folder)
+        else:
+            subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=folder, env=environment, check=True)
 
 
 @pytest.fixture
@@ -130,11 +127,8 @@ def test_the_files_and_commands_of_a_page_work(copy: Path, follow: Callable[[Pat
         assert "pays 100%" in (copy / "outputs/audit.txt").read_text()
     if page.name == "serving.md":
         figures = json.loads((copy / "outputs/figures.json").read_text())["sums"]
-        assert (
-            figures["prompts"] == 3
-            and figures["responses"] == 24
-            and {"mean@8", "pass@8", "majority@8"} <= set(figures)
-        )
+        assert figures["prompts"] == 3 and figures["responses"] == 24
+        assert {"mean@8", "pass@8", "majority@8"} <= set(figures)
 
 
 def test_readmes_prompts_and_reward_train_and_the_reward_rises(copy: Path):
@@ -189,13 +183,9 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     page = ROOT / "docs/algorithms.md"
     text = page.read_text()
     words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
-    losses = {name: loss.function for name, loss in POLICY_LOSS_REGISTRY.items()}
-    registered = {**ADV_ESTIMATOR_REGISTRY, **losses}
-    shipped = {
-        name
-        for name, function in registered.items()
-        if function.__module__ in ("training.core_algos", "training.losses")
-    }
+    registered = ADV_ESTIMATOR_REGISTRY | {name: loss.function for name, loss in POLICY_LOSS_REGISTRY.items()}
+    ours = ("training.core_algos", "training.losses")
+    shipped = {name for name, function in registered.items() if function.__module__ in ours}
     assert shipped | set(PRESETS) | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
     measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)
     assert [name for name, *_ in measured] == options("recipe")
@@ -226,9 +216,8 @@ def test_links_and_named_files_exist(page: Path):
 
 def test_readme_names_every_make_target():
     text = (ROOT / "README.md").read_text()
-    listed = subprocess.run(
-        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    command = ["make", "--no-print-directory", "help"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = {line.split()[0] for line in listed.splitlines()} - {"help"}
     assert set(re.findall(r"`make ([\w-]+)`", text)) == targets
 

@@ -29,36 +29,22 @@ def rows(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_has_a_config_that_reads_its_rows(task: str) -> None:
+def test_every_task_has_a_config_that_reads_its_rows_and_leaves_a_run_by_hand_alone(task: str) -> None:
     config = smollm2.task_config(task, 1, [])
     files = [str(smollm2.ROWS / task / name) for name in ("train.jsonl", "val.jsonl")]
     assert [config.data.train_files, config.data.val_files] == files
-    assert config.actor_rollout_ref.model.path == str(smollm2_model.FOLDER)
-    assert config.trainer.seed == 1
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_a_run_by_hand_leaves_the_scripts_folder_alone(task: str) -> None:
+    assert config.actor_rollout_ref.model.path == str(smollm2_model.FOLDER) and config.trainer.seed == 1
+    assert config.trainer.default_local_dir == f"outputs/smollm2/{task}"
     by_hand = compose(name=f"smollm2_{task}").trainer
     assert by_hand.default_local_dir == f"outputs/smollm2_{task}"
     assert by_hand.validation_data_dir == f"{by_hand.default_local_dir}/validation"
-    assert smollm2.task_config(task, 0, []).trainer.default_local_dir == f"outputs/smollm2/{task}"
 
 
-def short(model: Path, *more: str) -> list[str]:
-    return [
-        f"actor_rollout_ref.model.path={model}",
-        "data.train_batch_size=2",
-        "data.max_prompt_length=128",
-        "data.max_response_length=4",
-        "actor_rollout_ref.rollout.n=2",
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=1",
-        "trainer.save_freq=-1",
-        "trainer.logger=[]",
-        "trainer.log_val_generations=0",
-        *more,
-    ]
+def short(model: Path) -> list[str]:
+    sizes = "data.train_batch_size=2 data.max_prompt_length=128 data.max_response_length=4"
+    steps = "trainer.total_training_steps=2 trainer.test_freq=1 trainer.save_freq=-1 trainer.logger=[]"
+    rest = f"actor_rollout_ref.model.path={model} actor_rollout_ref.rollout.n=2 trainer.log_val_generations=0"
+    return [*sizes.split(), *steps.split(), *rest.split()]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -110,18 +96,11 @@ def small_llama(vocabulary: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            rms_norm_eps=1e-5,
+            vocab_size=vocabulary, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5, tie_word_embeddings=True,
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-            tie_word_embeddings=True,
         )
-    )
+    )  # fmt: skip
 
 
 def by_llama_cpp(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -134,26 +113,18 @@ def write_gguf(file: Path, model: LlamaForCausalLM, tokens: list[str], merges: l
     gguf = pytest.importorskip("gguf", reason="not in this environment: pip install -r requirements-dev.txt")
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(ROPE_THETA)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS)))
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_chat_template(TEMPLATE)
+    values = {
+        "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps, "rope_dimension_count": config.head_dim,
+        "rope_freq_base": ROPE_THETA, "vocab_size": config.vocab_size, "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm", "token_list": tokens, "token_merges": merges, "chat_template": TEMPLATE,
+        "token_types": [3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS)),
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "unk_token_id": 0,
+    }  # fmt: skip
+    for name, value in values.items():
+        vars(gguf.GGUFWriter)[f"add_{name}"](writer, value)
     weights = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
     blocks = gguf.quantize(weights.pop("model.embed_tokens.weight"), gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("token_embd.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)

@@ -32,15 +32,12 @@ def small(folder: Path = Path(), model: Path = Path(), **changes: object) -> Wor
     return Workload(**settings)
 
 
-def test_both_arms_read_the_same_prompts_and_every_step_has_its_own() -> None:
+def test_both_arms_read_the_same_prompts_and_every_step_has_its_own_but_in_a_replay() -> None:
     one, two = small(), small()
     assert one.texts() == two.texts() and one.recorded() == two.recorded()
     assert one.prompt_ids(1) != one.prompt_ids(2) and one.prompt_ids(1) != small(seed=1).prompt_ids(1)
     assert [len(ids) for ids in one.prompt_ids(1)] == [8, 8]
     assert one.texts()[2:4] == [" ".join(map(str, ids)) for ids in one.prompt_ids(1)]
-
-
-def test_a_replay_takes_the_recorded_batch_at_every_step() -> None:
     replay = small(replay=True)
     assert replay.prompt_ids(2) == replay.prompt_ids(0) == small().prompt_ids(0)
     assert [replay.is_recorded(step) for step in range(3)] == [True] * 3
@@ -137,21 +134,20 @@ def test_our_arm_steps_and_keeps_its_first_update(model: Path, tmp_path: Path) -
     assert norm == pytest.approx(min(saved["grad_norm"], workload.CLIP_NORM), rel=1e-4)
 
 
+def test_every_group_of_our_arm_teaches_by_responses_as_long_as_asked(model: Path, tmp_path: Path) -> None:
+    arm = OursArm(small(tmp_path, model), [])
+    arm.trainer.global_step = 1
+    batch, _ = arm.trainer.step()
+    assert batch.batch["response_mask"].sum(1).tolist() == [5] * 6
+    assert (batch.batch["advantages"][:, 0].view(2, 3).std(1) > 0.99).all()
+
+
 def test_an_engine_with_weights_of_its_own_sleeps_in_the_recorded_step_and_then_has_new_ones(model, tmp_path) -> None:
     given = small(tmp_path, model, steps=2)
     arm = OursArm(given, ["actor_rollout_ref.rollout.name=tests/engines.py:Copying"])
     for step in range(given.steps):
         arm.step(step)
     assert arm.group.worker.roles["rollout"].engine.told == [0, "sleep", 1, "sleep", 2]
-
-
-def test_responses_are_as_long_as_asked(model: Path, tmp_path: Path) -> None:
-    arm = OursArm(small(tmp_path, model), [])
-    arm.trainer.global_step = 1
-    batch, _ = arm.trainer.step()
-    assert batch.batch["response_mask"].sum(1).tolist() == [5] * 6
-    advantages = batch.batch["advantages"][:, 0].view(2, 3)
-    assert (advantages.std(1) > 0.99).all()  # so every group teaches
 
 
 def test_updates_that_agree_have_cosine_one_and_others_less(tmp_path: Path) -> None:
@@ -186,12 +182,8 @@ def steps_of(arm: str, seconds: list[float]) -> dict:
 
 
 def test_figures_are_medians_and_carry_the_promised_names(tmp_path: Path) -> None:
-    blocks = [
-        steps_of("trl", [8.0, 12.0]),
-        steps_of("ours", [2.0, 2.0]),
-        steps_of("trl", [90.0]),
-        steps_of("ours", [9.0]),
-    ]
+    seconds = [("trl", [8.0, 12.0]), ("ours", [2.0, 2.0]), ("trl", [90.0]), ("ours", [9.0])]
+    blocks = [steps_of(*block) for block in seconds]
     figures = summary(blocks, {"step": 1.0, "rollout": 0.4, "update": 0.6})
     assert figures["ratio_step"] == figures["ratio_update"] == figures["ratio_rollout"] == 12 / 2
     assert figures["ours_percent_of_floor"] == figures["percent_of_floor"]["ours"]["update"] == pytest.approx(60)
@@ -203,14 +195,10 @@ def test_figures_are_medians_and_carry_the_promised_names(tmp_path: Path) -> Non
     shown = table({**figures, **agreement, "machine": machine, "trl": {"micro_batch": 8}, "blocks": blocks})
     assert "12.000" in shown and "6.00" in shown and "(median; 90 to 110)" in shown
     json.dumps(figures)
-    shape = {"size": "1m", "prompts": 2, "samples": 3, "prompt_tokens": 8, "response_tokens": 5}
-    plot(tmp_path / "bars.png", [{**figures, "arguments": shape}] * 2)
+    plot(tmp_path / "bars.png", [{**figures, "arguments": SMALL}] * 2)
     assert (tmp_path / "bars.png").stat().st_size > 1000
-
-
-def test_a_replay_has_no_ratio_of_rollouts() -> None:
-    figures = summary([steps_of("trl", [8.0]), steps_of("ours", [2.0])], {"update": 0.5})
-    assert figures["ratio_update"] == 4 and figures["ratio_rollout"] is None and figures["ratio_step"] is None
+    replay = summary([steps_of("trl", [8.0]), steps_of("ours", [2.0])], {"update": 0.5})
+    assert (replay["ratio_update"], replay["ratio_rollout"], replay["ratio_step"]) == (4, None, None)
 
 
 def test_defaults_follow_the_size_and_what_cannot_work_is_refused(capsys: pytest.CaptureFixture) -> None:

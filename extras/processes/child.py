@@ -32,8 +32,8 @@ class ProcessEnded(Exception):
 class Child:
     """Answers requests in a process, which is started when it is needed, and anew after it has ended.
 
-    It ends with this process, and when this object does, and takes all with it that it started. Its methods belong to
-    one event loop; code that is not asynchronous calls them by `run_in_background`.
+    It ends with this process or this object, and takes all with it that it started. Its methods belong to one event
+    loop; code that is not asynchronous calls them by `run_in_background`.
 
     Args:
         serve: is called with a `Channel` in the process, and answers the first request when it is ready for others.
@@ -55,9 +55,7 @@ class Child:
     async def start(self) -> bytes | None:
         """Starts the process; returns its answer to the first request, or None if it runs already.
 
-        Raises:
-            TimeoutError: it did not answer within START_SECONDS, and was killed.
-            ProcessEnded: it ended before that.
+        Raises TimeoutError and ProcessEnded as `ask` does, after START_SECONDS.
         """
         async with self.starting:
             if self.is_running():
@@ -86,8 +84,7 @@ class Child:
             raise
 
     def cpu_seconds(self) -> float:
-        """Returns the seconds that the process has computed, with those it started that have ended; 0 elsewhere than on
-        Linux."""
+        """Returns the seconds that the process has computed, with those it started that have ended; 0 outside Linux."""
         with suppress(OSError, IndexError), open(f"/proc/{self.processes[-1].process.pid}/stat") as file:
             return sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
         return 0.0
@@ -190,12 +187,8 @@ def frame(number: int, body: bytes) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Returns the number and the body of the next frame.
-
-    Raises:
-        IncompleteReadError: there is none any more.
-        ConnectionError: it is larger than MAX_BODY, and no frame of ours.
-    """
+    """Returns the number and the body of the next frame; raises IncompleteReadError after the last, and ConnectionError
+    for one that is larger than MAX_BODY, and none of ours."""
     number, size = HEAD.unpack(await reader.readexactly(HEAD.size))
     if size > MAX_BODY:
         raise ConnectionError(f"a frame of {size} bytes")

@@ -52,20 +52,20 @@ def default_compute_score(
     timeout: float | None = None,
     **kwargs: Any,
 ) -> float | dict[str, Any]:
-    """The score of a response by the rule of its data source: a number, or a dict with it as `score`.
+    """Scores a response by the rule of its data source: returns a number, or a dict with it as `score`.
 
     Code is run on a sandbox-fusion server where there is a url, else in a sandbox of our own. `concurrent_semaphore`
     limits the requests to that server; a number means so many of this process. `timeout`: seconds after which the
     caller gives up; programs of a response have four fifths of it together.
 
     Raises:
-        NotImplementedError: no rule for `data_source`; lists those that have one.
+        NotImplementedError: no rule for `data_source`.
     """
     rule = find_rule(data_source)
     if rule is None:
         raise NotImplementedError(
-            f"Reward function is not implemented for data_source={data_source!r}. There are rules for "
-            f"{', '.join(KNOWN)}; for other data set reward.custom_reward_function.path to a function of yours."
+            f"Reward function is not implemented for data_source={data_source!r}: set reward.custom_reward_function."
+            f"path. Rules are there for {', '.join(KNOWN)}."
         )
     if rule is not prime_code:
         result = rule.compute_score(solution_str, ground_truth)
@@ -83,14 +83,11 @@ def default_compute_score(
     return float(result[0] if isinstance(result, tuple) else result)
 
 
-@cache
-def semaphore_of(places: int) -> threading.BoundedSemaphore:
-    """This process's semaphore with so many places."""
-    return threading.BoundedSemaphore(places)
+semaphore_of = cache(threading.BoundedSemaphore)  # one a process, by its number of places
 
 
 def runs_programs(data_source: Any) -> bool:
-    """Whether the responses to `data_source` are programs, which are run."""
+    """Says whether the responses to `data_source` are programs."""
     return find_rule(data_source) is prime_code
 
 

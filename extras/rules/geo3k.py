@@ -9,7 +9,7 @@ FORMAT = ("<think>", "</think>", "\\boxed{", "}")  # in this order, the first at
 def compute_score(
     predict_str: str, ground_truth: str | float, use_boxed: bool = True, format_score: float = 0.1
 ) -> float:
-    """(1 - format_score) · right + format_score · well formed; `use_boxed=False` compares the whole text.
+    """Returns (1 - format_score) · right + format_score · well formed; `use_boxed=False` compares the whole text.
 
     Right: the answer equals `ground_truth`, by its normalised text or by algebra.
     """
@@ -20,10 +20,7 @@ def compute_score(
 
 
 def is_well_formed(text: str) -> bool:
-    place = 0
+    rest, found = text, FORMAT[0]
     for part in FORMAT:
-        found = text.find(part, place)
-        if found < 0:
-            return False
-        place = found + len(part)
-    return text.startswith(FORMAT[0])
+        _, found, rest = rest.partition(part)
+    return bool(found) and text.startswith(FORMAT[0])

@@ -12,12 +12,10 @@ NUMBER = re.compile(r"-?[\d.,]+")
 def compute_score(
     solution_str: str, ground_truth: str | float, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` if the answer is `ground_truth`, `format_score` if it is another, 0 if there is none.
+    """Returns `score` if the answer is `ground_truth`, `format_score` if it is another, 0 if there is none.
 
     Answers are compared as texts, as in verl: "18.0" is not "18", and a full stop after the number is part of it.
-
-    Raises:
-        ValueError: `method` is neither strict (the last number after "#### ") nor flexible (the last number at all).
+    `method`: strict (the last number after "#### ") or flexible (the last number at all).
     """
     answer = extract_solution(solution_str, method)
     if answer is None:
@@ -26,12 +24,12 @@ def compute_score(
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """The answer at the end of a response, without commas if it is found by the strict method; None: there is none."""
+    """Returns the answer at the end of a response, without commas if `method` is strict; None: there is none."""
     text = solution_str[-LOOKED_AT:]
     if method == "strict":
-        found = STRICT.findall(text)
-        return found[-1].replace(",", "") if found else None
+        numbers = STRICT.findall(text)
+        return numbers[-1].replace(",", "") if numbers else None
     if method == "flexible":
-        found = NUMBER.findall(text)
-        return next((number for number in reversed(found) if number != "."), found[0] if found else None)
+        numbers = NUMBER.findall(text)
+        return next((number for number in reversed(numbers) if number != "."), numbers[0] if numbers else None)
     raise ValueError(f"method={method!r} of the GSM8K reward must be strict or flexible.")

@@ -27,20 +27,17 @@ def compute_score(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
-    r"""{score: 1.0 or -1.0, acc: bool, pred: what was read, or "[INVALID]"} of the last 300 characters.
+    r"""Returns {score: 1.0 or -1.0, acc: bool, pred: what was read, or "[INVALID]"} of the last 300 characters.
 
     Without an "Answer:" line a \boxed{…} near the end counts, letter by letter, as it always does with
     `strict_box_verify`; there `pred` is None if there is none.
-
-    Raises:
-        ValueError: `pause_tokens_index` has not four elements.
     """
     end, truth = solution_str[-LOOKED_AT:], as_text(ground_truth)
-    found = ANSWER.findall(end)
-    box = boxed_near_the_end(end, pause_tokens_index) if strict_box_verify or not found else None
+    answers = ANSWER.findall(end)
+    box = boxed_near_the_end(end, pause_tokens_index) if strict_box_verify or not answers else None
     if strict_box_verify or box is not None:
         return judge(box, box == truth)
-    answer = normalise(found[-1] if found else NO_ANSWER)
+    answer = normalise(answers[-1] if answers else NO_ANSWER)
     return judge(answer, answer == normalise(truth))
 
 

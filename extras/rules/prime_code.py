@@ -58,11 +58,11 @@ def compute_score(
     memory_mb: int = MEMORY_MB,
     budget: float = BUDGET,
 ) -> tuple[bool | float, list[dict[str, Any]] | None]:
-    """(whether the program passes every case, what became of those that were run).
+    """Returns whether the program passes every case, and what became of those that were run (None: no test cases).
 
     The program is the last python block, or the whole text. With `continuous` a program that fails gets the share of
     the first ten cases that it passes. Nothing is run after a case that takes too long, nor after `budget` seconds:
-    what was not run is not passed. Test cases that are none: (False, None).
+    what was not run is not passed.
     """
     block = python_block(completion)
     code = completion if block is None else block
@@ -90,8 +90,9 @@ def compute_score(
 def run_case(
     program: str, cases: TestCases, place: int, cpu_seconds: float, end: float, memory_mb: int
 ) -> dict[str, Any]:
-    """{case, result: True, False, -1 (an error), -2 (no program) or -3 (too slow), output, error}; it ends at `end`, of
-    time.monotonic()."""
+    """Returns {case, result: True, False, -1 (an error), -2 (no program) or -3 (too slow), output, error}.
+
+    It ends at `end`, of time.monotonic()."""
     secret, left = secrets.token_hex(16), max(0.0, end - time.monotonic())
     given, then = cases.stdin_of(place), cases.checks_of(place, secret)
     limits = {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "memory_mb": memory_mb, "files_mb": FILES_MB}
@@ -104,8 +105,8 @@ def run_case(
 
 def without_secret(output: str, secret: str) -> str | None:
     """Returns what was written before `secret`; None: it was not, so that the last assert did not hold."""
-    before, found, _ = output.rpartition(secret)
-    return before if found else None
+    before, printed, _ = output.rpartition(secret)
+    return before if printed else None
 
 
 def judge(status: int | None, output: str | None, expected: Any, by_value: bool) -> bool | int:
@@ -130,10 +131,10 @@ def same_value(output: str, expected: Any) -> bool:
         return False
     try:
         result = json.loads(last)
-        wanted = json.loads(expected) if isinstance(expected, str) else expected
+        truth = json.loads(expected) if isinstance(expected, str) else expected
     except (ValueError, RecursionError):
         return last == json.dumps(expected)
-    return result == wanted or (isinstance(wanted, list) and len(wanted) == 1 and result == wanted[0])
+    return result == truth or (isinstance(truth, list) and len(truth) == 1 and result == truth[0])
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -168,11 +169,9 @@ def same_numbers(ours: list[str], theirs: list[str]) -> bool:
 
 
 def parse_test_cases(given: str | dict[str, Any]) -> TestCases:
-    """The cases of a row: {inputs, outputs[, fn_name]}, or {assert_case[, inputs, outputs]}, or JSON of one.
+    """Reads the cases of a row: {inputs, outputs[, fn_name]}, or {assert_case[, inputs, outputs]}, or JSON of one.
 
-    Raises:
-        ValueError: it is none of these.
-    """
+    Raises ValueError for anything else."""
     cases = json.loads(given) if isinstance(given, str) else given
     if not isinstance(cases, dict) or not ("assert_case" in cases or {"inputs", "outputs"} <= cases.keys()):
         raise ValueError("test cases are a dict with inputs and outputs, each a list, or with assert_case.")

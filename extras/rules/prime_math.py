@@ -23,10 +23,7 @@ MATRIX = re.compile(r"\\begin\{[bp]?matrix\}(.*)\\end\{[bp]?matrix\}", re.DOTALL
 
 
 def compute_score(model_output: str, ground_truth: str | float) -> tuple[bool, bool, str]:
-    """(right, well formed, what was read as the answer).
-
-    Well formed: right, or with a number where an answer was announced or boxed.
-    """
+    """Returns whether the answer is right, whether it is that or an announced or boxed number, and what was read."""
     announced, answer = extract_answer(str(model_output))
     truth = str(as_text(ground_truth))
     if max(len(answer), len(truth)) > LONGEST:  # no number, and no formula
@@ -132,8 +129,7 @@ def equal_as_number(answer: str, truth: str, pi: float) -> bool:
         return True
     ours, theirs = number(answer, pi), number(truth, pi)
     if ours is not None and theirs is not None:
-        wanted = (theirs / 100, theirs, theirs * 100)
-        return any(math.isclose(ours, each, rel_tol=TOLERANCE) for each in wanted)
+        return any(math.isclose(ours, theirs * scale, rel_tol=TOLERANCE) for scale in (0.01, 1, 100))
     if not answer or not truth:
         return False
     if re.sub(r"[\[\](){}\s]", "", answer).lower() == re.sub(r"[\[\](){}\s]", "", truth).lower():

@@ -21,9 +21,9 @@ class RuleReward(FunctionReward):
         for position, row in rows.items():
             if find_rule(row.get("data_source")) is None:
                 raise ConfigError(
-                    f"nothing scores the responses: set reward.custom_reward_function.path to a function, {FORMS}; or "
-                    f"env.id. Rules are there for the data sources {', '.join(KNOWN)}; that of row {position} is "
-                    f"{row.get('data_source')!r}."
+                    f"nothing scores the responses: set env.id, or reward.custom_reward_function.path to a function, "
+                    f"{FORMS}. Row {position} has the data source {row.get('data_source')!r}; rules are there for "
+                    f"{', '.join(KNOWN)}."
                 )
         if any(runs_programs(row["data_source"]) for row in rows.values()):
             if server := self.reward_kwargs["sandbox_fusion_url"]:
@@ -35,11 +35,7 @@ class RuleReward(FunctionReward):
 def load(settings: ScoringConfig, run: Any) -> RuleReward:
     """Loads the rules; they run programs on the server reward.sandbox_fusion.url if there is one, else here."""
     server = settings.get("sandbox_fusion") or SandboxFusionConfig()
-    kwargs = {
-        "sandbox_fusion_url": server.url,
-        "concurrent_semaphore": server.max_concurrent,
-        "memory_limit_mb": server.memory_limit_mb,
-        "timeout": settings.timeout,
-    }
+    kwargs = {"sandbox_fusion_url": server.url, "concurrent_semaphore": server.max_concurrent}
+    kwargs |= {"memory_limit_mb": server.memory_limit_mb, "timeout": settings.timeout}
     entry = RewardFunctionConfig("extras.rules.default", "default_compute_score", kwargs)
     return load_function(entry, settings, run.tokenizer, kind=RuleReward, computes=server.url is None)

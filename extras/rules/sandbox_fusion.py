@@ -2,20 +2,13 @@
 
 import asyncio
 import secrets
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import ConfigError
-from extras.rules.prime_code import (
-    TestCases,
-    calling,
-    first_block,
-    parse_test_cases,
-    python_block,
-    without_secret,
-)
+from extras.rules.prime_code import TestCases, calling, first_block, parse_test_cases, python_block, without_secret
 
 FIRST = 10  # cases that count with `continuous`
 SERVER_ERROR, RUN_ERROR, TOO_SLOW, NO_PROGRAM = -1, -2, -3, -4
@@ -39,8 +32,7 @@ def compute_score(
     """Returns the share of the test cases that the program in `completion` passes, and the result of each.
 
     The program is the last python block, else the first block; without one, or without test cases, the score is 0.0.
-    `semaphore` limits the requests under way, of `timeout` seconds for compiling and for running; `continuous` runs and
-    counts the first ten cases alone.
+    `continuous` runs and counts the first ten cases alone.
 
     Raises:
         ServerError, RequestRefused: a case has no answer, so that nothing is known of the program.
@@ -60,62 +52,45 @@ def compute_score(
     server = Server(url, semaphore or nullcontext(), memory_limit_mb or 1024, timeout)
     with ThreadPoolExecutor(min(len(places), AT_ONCE)) as pool:
         results = list(pool.map(lambda place: server.run_case(program, cases, place), places))
-    mark_no_program(results)
     return sum(result["result"] is True for result in results) / len(results), results
 
 
 def try_server(url: str) -> None:
-    """Runs a program on the server at `url`.
-
-    Raises:
-        ConfigError: it does not; names key and remedy.
-    """
+    """Runs a program on the server at `url`; raises ConfigError if it does not."""
     try:
-        said = Server(url, nullcontext(), 128, TRY_SECONDS).post("print(6 * 7)", "")
+        answer = Server(url, nullcontext(), 128, TRY_SECONDS).post("print(6 * 7)", "")
+        problem = f"it answers {answer!r:.300} to a program that prints 42."
     except (OSError, ValueError) as error:
-        said, problem = {}, f"{error}"
-    else:
-        problem = f"it answers {said!r:.300} to a program that prints 42."
-    if read_result(said, "42") is not True:
+        answer, problem = {}, f"{error}"
+    if read_result(answer, "42") is not True:
         raise ConfigError(
-            f"reward.sandbox_fusion.url={url} runs no programs: {problem} Start the server, write the url with its "
-            "/run_code, or leave it null: then programs run in the sandbox of this machine."
+            f"reward.sandbox_fusion.url={url} runs no programs: {problem} Start the server, write the url with "
+            "/run_code, or leave it null for the sandbox of this machine."
         )
 
 
-def mark_no_program(results: list[dict[str, Any]]) -> None:
-    """Marks the cases after one for which the program does not compile: it is no program for them either."""
-    broken = False
-    for result in results:
-        broken = broken or result["result"] == NO_PROGRAM
-        if broken:
-            result["result"] = NO_PROGRAM
-
-
+@dataclass(frozen=True)
 class Server:
-    """The requests for one program."""
+    """A server that runs programs; `semaphore` limits the requests, of `timeout` seconds to compile and to run."""
 
-    def __init__(self, url: str, semaphore: AbstractContextManager, memory_limit_mb: int, timeout: int) -> None:
-        self.url, self.semaphore, self.memory_limit_mb, self.timeout = url, semaphore, memory_limit_mb, timeout
-        self.broken = threading.Event()  # the server says that the program does not compile
+    url: str
+    semaphore: AbstractContextManager
+    memory_limit_mb: int
+    timeout: int
 
     def run_case(self, program: str, cases: TestCases, place: int) -> dict[str, Any]:
-        """{case, result: True, False, -1 (the server), -2 (an error), -3 (too slow) or -4 (no program), said}."""
-        if self.broken.is_set():
-            return {"case": place, "result": NO_PROGRAM, "said": None}
+        """Returns {case, result: True, False, -1 (the server), -2 (an error), -3 (too slow), -4 (no program), said}."""
         secret = secrets.token_hex(16)
         checks = cases.checks_of(place, secret)
         try:
             with self.semaphore:
-                said = self.post("\n\n".join((program, *checks)), cases.stdin_of(place))
+                answer = self.post("\n\n".join((program, *checks)), cases.stdin_of(place))
         except ValueError as error:  # RequestRefused
             if error.status not in REFUSED_PROGRAM:
                 raise
             return {"case": place, "result": SERVER_ERROR, "said": f"{error}"}
-        result = read_result(said, cases.outputs[place], secret if checks else None)
-        if result == NO_PROGRAM:
-            self.broken.set()
-        return {"case": place, "result": result, "said": said}
+        result = read_result(answer, cases.outputs[place], secret if checks else None)
+        return {"case": place, "result": result, "said": answer}
 
     def post(self, code: str, stdin: str) -> dict[str, Any]:
         """Returns the server's answer. A gateway that gave up (504) is asked again, twice.
@@ -131,14 +106,14 @@ class Server:
             **{"memory_limit_MB": self.memory_limit_mb, "language": "python", "files": {}, "fetch_files": []},
         }
         timeout = 2 * self.timeout + SLACK_SECONDS
-        asked = ask_once("POST", self.url, body, timeout=timeout, retries=RETRIES, may_pass=GATEWAY_TIMEOUT.__eq__)
-        return asyncio.run(asked)
+        request = ask_once("POST", self.url, body, timeout=timeout, retries=RETRIES, may_pass=GATEWAY_TIMEOUT.__eq__)
+        return asyncio.run(request)
 
 
-def read_result(said: dict[str, Any], expected: str | None, secret: str | None = None) -> bool | int:
+def read_result(answer: dict[str, Any], expected: str | None, secret: str | None = None) -> bool | int:
     """Reads one case's result off the server's answer; with a `secret`, it has to come after all that is asserted."""
-    compiled, ran = said.get("compile_result") or {}, said.get("run_result") or {}
-    match said.get("status"):
+    compiled, ran = answer.get("compile_result") or {}, answer.get("run_result") or {}
+    match answer.get("status"):
         case "Success" if ran.get("status") == "Finished":
             output = ran.get("stdout") or ""
             output = output if secret is None else without_secret(output, secret)

@@ -1,7 +1,7 @@
 """Compares two formulas by algebra: the package math-verify, in a process of its own.
 
-Algebra may take for ever, inside C too. So the process ends itself, by a timer that nothing can catch, once a question
-has taken SECONDS of computing; the next question starts another.
+Algebra may take for ever, inside C too. So the process ends itself, by a timer that nothing can catch, after SECONDS of
+computing; the next question starts another.
 """
 
 import json
@@ -22,11 +22,7 @@ WORDS = re.compile(r"[A-Za-z\s]*")
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Tells whether two LaTeX formulas are equal by algebra; False for words, long ones, and what takes too long.
-
-    Raises:
-        ModuleNotFoundError: math-verify is not installed.
-    """
+    """Says whether two LaTeX formulas are equal by algebra; False for words, long ones, and what takes too long."""
     if WORDS.fullmatch(answer) or WORDS.fullmatch(truth) or max(len(answer), len(truth)) > LONGEST:
         return False
     with one_question:
@@ -40,10 +36,7 @@ def symbolically_equal(answer: str, truth: str) -> bool:
 
 def first_request() -> bytes:
     if find_spec("math_verify") is None:
-        raise ModuleNotFoundError(
-            "answers of this data source are compared by algebra, which takes a package: "
-            "pip install 'math-verify[antlr4_9_3]'."
-        )
+        raise ModuleNotFoundError("answers are compared by algebra: pip install 'math-verify[antlr4_9_3]'.")
     return b""
 
 

@@ -1,8 +1,8 @@
 """The program of a sandbox's process: it sets fences, which nothing can take down again, and runs the policy's code.
 
-extras/sandbox/__init__.py starts it by its path, as a script of the standard library alone. Each fence is tried; what
-the system has is reported through the pipe `ready`. The order matters: mounts need rights that are then given up, and
-the filter of system calls, the last, would refuse the calls that set the others.
+run.py starts it by its path, as a script of the standard library alone. Each fence is tried; what the system has is
+reported through the pipe `ready`. The order matters: mounts need rights that are then given up, and the filter of
+system calls, the last, would refuse the calls that set the others.
 """
 
 import ctypes
@@ -106,18 +106,12 @@ def run_sources(descriptor: int, lengths: list[int]) -> None:
 
 
 def is_closed(fences: list[str]) -> bool:
-    """Whether no way out is known: neither to files, nor to other processes, nor to the network."""
+    """Says whether no way out is known: neither to files, nor to other processes, nor to the network."""
     return SECCOMP in fences and (NAMESPACES in fences or LANDLOCK in fences)
 
 
 def set_fences(ready: int, limits: tuple[int, int, int], readable: tuple[str, ...], processes: bool) -> list[str]:
-    """Sets all fences that the system has; returns their names.
-
-    Args:
-        limits: as `set_limits` takes them.
-        readable: files and folders that may be read beside Python and the system's.
-        processes: whether it may start others, which the same fences hold.
-    """
+    """Sets all fences that the system has; returns their names. Arguments are those of `run_python`."""
     if sys.platform != "linux":
         set_limits(*limits)
         return []
@@ -156,11 +150,7 @@ def count_alone() -> None:
 
 
 def keep_user(ids: dict[str, int]) -> None:
-    """Makes this process the user and the group that it was.
-
-    Raises:
-        OSError: the system does not let users do so.
-    """
+    """Makes this process the user and the group that it was; raises OSError where the system does not let it."""
     with open("/proc/self/setgroups", "w") as file:
         file.write("deny")
     for name, number in ids.items():
@@ -169,11 +159,7 @@ def keep_user(ids: dict[str, int]) -> None:
 
 
 def make_rest_read_only(folder: str, size_mb: int) -> None:
-    """Leaves nothing to write to but `folder`, which becomes an empty one in memory.
-
-    Raises:
-        OSError: the system does not let users do so.
-    """
+    """Leaves nothing to write to but `folder`, which becomes an empty one in memory; raises OSError if it cannot."""
     options = f"size={size_mb}m,nr_inodes={MOST_FILES},mode=700".encode()
     check_returned(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
     devices = [device.encode() for device in (*DEVICES, os.devnull) if os.path.exists(device)]
@@ -199,8 +185,7 @@ def check_returned(returned: int) -> int:
 
 
 def become_first_process(ready: int) -> None:
-    """Goes on as the first process of the new namespace, at whose end the kernel kills all others in it; the one that
-    was there before ends as that one does."""
+    """Goes on as the first process of the new namespace, at whose end the kernel kills all others in it."""
     child = os.fork()
     if child == 0:
         die_with_parent()
@@ -234,11 +219,7 @@ def most_processes() -> int:
 
 
 def drop_capabilities() -> None:
-    """Gives up all rights beyond the user's own, for good.
-
-    Raises:
-        OSError: the system does not let it do so.
-    """
+    """Gives up all rights beyond the user's own, for good; raises OSError if it cannot."""
     for capability in range(LAST_CAPABILITY + 1):  # those that there are, and may be
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.prctl(PR_CAP_AMBIENT, AMBIENT_CLEAR_ALL, 0, 0, 0)
@@ -247,12 +228,8 @@ def drop_capabilities() -> None:
 
 
 def restrict_files(more: tuple[str, ...], processes: bool) -> None:
-    """Leaves this folder to write to, and Python, its packages, the system's libraries and `more` to read: neither
-    data, nor keys, nor what other processes show of themselves.
-
-    Raises:
-        OSError: the kernel has no Landlock.
-    """
+    """Leaves this folder to write to, and Python, its packages, the system's libraries and `more` to read; raises
+    OSError if the kernel has no Landlock."""
     version = check_returned(libc.syscall(CREATE_RULESET, None, 0, VERSION_FLAG))
     every = (1 << RIGHTS[min(version, len(RIGHTS)) - 1]) - 1
     scopes = SCOPES if version >= SCOPED_FROM else 0
@@ -270,11 +247,7 @@ def restrict_files(more: tuple[str, ...], processes: bool) -> None:
 
 
 def calls(table: str) -> list[int]:
-    """Returns the numbers of the calls in a table, on this machine.
-
-    Raises:
-        OSError: it is another kind of machine.
-    """
+    """Returns the numbers of the calls in a table, on this machine; none on one of another kind."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         return []
@@ -283,11 +256,8 @@ def calls(table: str) -> list[int]:
 
 
 def filter_calls(refused: list[int], processes: bool = False) -> None:
-    """Has the kernel refuse the calls that lead out of here, to this process, its threads and all that it starts.
-
-    Raises:
-        OSError: it does not filter, or this is another kind of machine.
-    """
+    """Has the kernel refuse the calls that lead out of here, to this process and all it starts; raises OSError if it
+    cannot."""
     if os.uname().machine not in ARCHITECTURES or sys.maxsize < 1 << 32:
         raise OSError("no table of its calls")
     rules = make_filter(refused, processes)

@@ -1,11 +1,10 @@
 """A sandbox for Python that a policy writes: a process of its own, with limits and fences that the kernel keeps.
 
-Limits hold everywhere: of time, memory, threads, files and output. Fences are what the system has of the following, and
-`fences` says which: namespaces (no network, no process of others, every file read-only but those of a folder in
-memory), no rights of root, Landlock (nothing to write to but that folder, nothing to read but Python and the system's
-libraries, no signals), and a filter of system calls (no processes, no sockets, no signals, no mounts). With the filter
-and one of namespaces and Landlock it is closed. Otherwise a hook refuses what a program does by mistake: that is no
-fence. `run_python` is the door; open child.py to change a fence. Behind `run_shell` a script of the user's is read.
+Limits hold everywhere: of time, memory, threads, files and output. Fences are what the system has of: namespaces (no
+network, no process of others, nothing to write to but a folder in memory), no rights of root, Landlock (nothing to
+write to but that folder, nothing to read but Python and the system's libraries, no signals), and a filter of system
+calls (no processes, sockets, signals, mounts). With the filter and one of namespaces and Landlock it is closed.
+Otherwise a hook refuses what a program does by mistake. `run_python` is the door; child.py sets the fences.
 """
 
 import json
@@ -34,11 +33,8 @@ GRACE_SECONDS = 1  # of computing, for Python's own start
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a program.
-
-    `status`: its exit status; below 0, the signal that ended it; None: it took too long. `output`, `errors`: all
-    that it wrote until then. `fences`: those that held it.
-    """
+    """The end of a program: its exit status (below 0: a signal's; None: it took too long), what it wrote, and the
+    fences that held it."""
 
     status: int | None
     output: str
@@ -64,13 +60,10 @@ def run_python(
 
     Args:
         then: programs that run after it in its module; each is read when those before it have ended.
-        cpu_seconds: of computing; None: `seconds`. It is rounded up, and does not depend on what else the machine does.
+        cpu_seconds: of computing, rounded up; None: `seconds`.
         files_mb: MiB that it may write to files, and as output.
         readable: files and folders that it may read, beside Python and the system's libraries.
         processes: whether it may start other programs, as a shell does; the same fences hold them.
-
-    Raises:
-        RuntimeError: the sandbox does not start.
     """
     with ExitStack() as opened:
         folder = opened.enter_context(own_folder())
@@ -115,12 +108,7 @@ def run_shell(
 ) -> tuple[list[Call], Finished]:
     """Runs a shell script in the sandbox, among commands that only note how they were called: none of them is run.
 
-    Args:
-        words: its name and its arguments.
-        cwd: it finds there what is in this folder, and may write beside it; the same for the user's home.
-
-    Raises:
-        RuntimeError: the sandbox does not start.
+    `words` are its name and arguments. It finds what is in `cwd` and in the user's home, and may write beside it.
     """
     given = {name: value for name, value in variables.items() if not name.startswith(("BASH", "LD_"))}
     folders = {kind: (str(path), sorted(os.listdir(path))) for kind, path in (("cwd", cwd), ("home", Path.home()))}
@@ -216,8 +204,8 @@ def check_fences(required: bool) -> str:
         return f"programs of the policy run in a sandbox: {held}."
     lacks = (
         f"the sandbox is open: on this machine programs are held by {held}, and it takes {child.SECCOMP} with "
-        f"{child.LANDLOCK} (Linux 5.13, and a container that allows it) or {child.NAMESPACES} (`unshare -rn true`)"
+        f"{child.LANDLOCK} (Linux 5.13) or {child.NAMESPACES} (`unshare -rn true`)."
     )
     if required:
-        raise ConfigError(f"reward.sandbox=required: {lacks}. Run it there, or set reward.sandbox=available.")
-    return f"{lacks}; reward.sandbox=required would refuse to run."
+        raise ConfigError(f"reward.sandbox=required: {lacks} Run it there, or set reward.sandbox=available.")
+    return lacks

@@ -1,8 +1,7 @@
 """The user's reward function in processes that can be killed: started when needed, reused, replaced when they end.
 
-A call that is not done by its deadline ends its process, with all that it started and whatever it is stuck in; so it
-needs no signal, and works in any thread of any process. All bookkeeping is done in one event loop, in a thread of its
-own; whoever submits waits for a future.
+A call that is not done by its deadline ends its process, with all that it started. All bookkeeping is done in one event
+loop, in a thread of its own; whoever submits waits for a future.
 """
 
 import asyncio
@@ -38,11 +37,7 @@ class ScorerProcess:
         self.start_seconds: float | None = None  # that a start took; None: it has not started yet
 
     async def score(self, body: bytes, rows: int) -> Any:
-        """Scores one call of `rows` rows by pickled arguments; returns the decoded JSON result, or NotScored.
-
-        Raises:
-            RuntimeError: the function cannot be loaded.
-        """
+        """Makes one call of `rows` rows with pickled arguments; returns the decoded JSON result, or NotScored."""
         while True:
             await self._start()
             seconds = None if self.seconds is None else self.seconds * rows + self.grace
@@ -71,9 +66,7 @@ class ScorerProcess:
             return
         outcome, value = json.loads(answer)
         if outcome == "error":
-            error = RuntimeError(
-                f"{problem}, as it is in this one: {one_line(value)}. reward.in_process=true calls its functions here."
-            )
+            error = RuntimeError(f"{problem}: {one_line(value)}. reward.in_process=true calls its functions here.")
             error.add_note(value["trace"])
             raise error
         self.start_seconds = time.monotonic() - began
@@ -83,13 +76,7 @@ class Scorers:
     """Calls one function of the user's, in processes.
 
     A plain function is called by up to `num_workers` of them, one call each, and by no more than there are cores if it
-    computes; another is started when calls wait for longer than a start takes. An async one is in one process, with up
-    to `max_concurrent` calls under way.
-
-    Args:
-        function: as it was loaded in this process.
-        entry: names it.
-        computes: each of its calls takes a core.
+    `computes`, or is seen to. An async one is in one process, with up to `max_concurrent` calls under way.
     """
 
     def __init__(
@@ -129,8 +116,8 @@ class Scorers:
             body = pickle.dumps(arguments)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self.spec.path}: {self.spec.name} is called in a process of its own, and an argument cannot be "
-                f"sent there ({error}). Take it out of extra_info, or set reward.in_process=true."
+                f"{self.spec.path}: an argument of {self.spec.name} cannot be sent to a process ({error}). Take it "
+                "out of extra_info, or set reward.in_process=true."
             ) from error
         with self.lock:
             if self.loop is None:
@@ -160,8 +147,8 @@ class Scorers:
             self.free.put_nowait(process)
 
     async def _grow(self) -> None:
-        """Adds processes while calls wait, as many as there are: first one, then when waiting took as long as a start
-        does and the function is not quick. So quick functions have one, and slow ones soon have all, or one a core."""
+        """Adds processes while calls wait: first one, then, when waiting took as long as a start does and the function
+        is not quick, as many as wait. So quick functions have one, and slow ones soon have all, or one a core."""
         if not self.processes:
             self._add(1)
         while self.waiting and len(self.processes) < self.most:
@@ -202,14 +189,13 @@ def end_all(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes
 
 def one_line(error: dict[str, Any]) -> str:
     """Returns one line for an exception of a process: its message, and the user's line."""
-    return error["said"] + (f" (at {error['place']})" if error["place"] else "")
+    return error["message"] + (f" (at {error['line']})" if error["line"] else "")
 
 
 class AsyncTokenBucket:
-    """Grants `rate_limit` tokens a second, of which up to `max_tokens` (null: a second's) pile up; it starts full.
+    """Grants `rate_limit` tokens a second, of which up to `max_tokens` (None: a second's) pile up; it starts full.
 
-    Who takes more than there is owes the rest, and waits for as long as it takes to come: so one may take more than
-    ever piles up, and nobody goes before those who asked earlier.
+    Who takes more than there is owes the rest, and waits for it: nobody goes before those who asked earlier.
     """
 
     def __init__(self, rate_limit: float, max_tokens: float | None = None) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from configs.errors import notice_once, users_line
+from configs.errors import users_line
 from configs.import_utils import load_extern_object
 from extras.processes.child import Channel, frame, read_frame
 
@@ -29,11 +29,8 @@ MAX_MESSAGE = 4000  # characters of an exception and its traceback
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """Names the function that a scorer process calls, and its limits.
-
-    `memory_mb`: that it may take beyond what loading the file took. `soft_seconds`: after which an async call is
-    cancelled; null: any.
-    """
+    """Names the function that a scorer process calls, its kwargs, and its limits: MiB beyond what loading the file
+    took, and seconds after which an async call is cancelled (None: any)."""
 
     path: str
     name: str
@@ -62,10 +59,11 @@ def serve(channel: Channel) -> None:
         try:
             arguments = pickle.loads(body)
             seed_generators(arguments)
-            outcome, value = "ok", await_result(function(**arguments | spec.reward_kwargs))
+            outcome, value = "ok", function(**arguments | spec.reward_kwargs)
+            if inspect.isawaitable(value):  # of a plain function
+                value = asyncio.run(wait(value))
         except BaseException as error:  # SystemExit too: the row is counted, and the process lives on
             outcome, value = "error", format_exception(error)
-        report_cuda()
         channel.write(number, encode(outcome, value))
 
 
@@ -82,7 +80,6 @@ async def serve_side_by_side(function: Callable, spec: ScorerSpec, connection: s
         except BaseException as error:  # as above
             expired = isinstance(error, TimeoutError) and deadline.expired()
             outcome, value = ("timeout", None) if expired else ("error", format_exception(error))
-        report_cuda()
         writer.write(frame(number, encode(outcome, value)))
 
     with suppress(asyncio.IncompleteReadError):
@@ -93,34 +90,16 @@ async def serve_side_by_side(function: Callable, spec: ScorerSpec, connection: s
 
 
 def is_async(function: Callable) -> bool:
-    """Whether `function` is an `async def`, so that many calls go on in one process."""
+    """Says whether `function` is an `async def`, so that many calls go on in one process."""
     return inspect.iscoroutinefunction(inspect.unwrap(function))
 
 
-def await_result(result: Any) -> Any:
-    """Returns `result`, awaited if a plain function returned something to await."""
-    if not inspect.isawaitable(result):
-        return result
-
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait())
-
-
-def report_cuda() -> None:
-    """Says once if the function has used CUDA: that works, as this process is no fork of the trainer, but nobody counts
-    what it takes of the GPU."""
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        notice_once(
-            "the reward function uses CUDA in a process of its own: each such process takes half a GiB of the GPU and "
-            "the function's models, which the trainer does not count. reward.num_workers=1 keeps it to one process."
-        )
+async def wait(result: Any) -> Any:
+    return await result
 
 
 def seed_generators(arguments: dict[str, Any]) -> None:
-    """Seeds the global generators that the function may draw from by the texts that it scores: equal runs are equal,
-    whichever process a row comes to."""
+    """Seeds the global generators by the texts that are scored: equal runs are equal, whichever process has a row."""
     values = [arguments[name] for name in sorted(arguments)]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
     seed = zlib.crc32("\0".join(part for part in parts if isinstance(part, str)).encode("utf-8", "replace"))
@@ -132,8 +111,8 @@ def seed_generators(arguments: dict[str, Any]) -> None:
 
 
 def limit_memory(memory_mb: int | None) -> None:
-    """Lets this process, and each that it starts, take so much more private memory than it has now. Addresses that are
-    only reserved, as threads and CUDA do, and what is mapped of files do not count."""
+    """Lets this process, and each that it starts, take so much more private memory than it has now. Reserved addresses,
+    as of threads and CUDA, and mapped files do not count."""
     if memory_mb is None or sys.platform != "linux":
         return
     import resource
@@ -146,8 +125,7 @@ def limit_memory(memory_mb: int | None) -> None:
 
 
 def hide_memory() -> None:
-    """Keeps this process's environment and memory, with keys and references, from other processes of this user, such as
-    a program that is scored."""
+    """Keeps this process's environment and memory from other processes of this user, such as a scored program."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
@@ -165,16 +143,11 @@ def to_plain(value: Any) -> Any:
     try:
         return value.tolist()
     except AttributeError:
-        raise TypeError(
-            f"it returned {value!r:.200}: a score is a number, or a dict of 'score' and numbers, texts and lists"
-        ) from None
+        raise TypeError(f"it returned {value!r:.200}: a score is a number, or a dict with 'score'") from None
 
 
 def format_exception(error: BaseException) -> dict[str, Any]:
     """Returns the message, the user's line and the traceback of an exception."""
     trace = "".join(traceback.format_exception(error))
-    return {
-        "said": f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
-        "place": users_line(error),
-        "trace": trace[-MAX_MESSAGE:],
-    }
+    message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+    return {"message": message, "line": users_line(error), "trace": trace[-MAX_MESSAGE:]}

@@ -39,7 +39,7 @@ LOG_WIDTH, LINE = 160, 115  # characters of a line: in a file or a pipe, of a co
 WORKS, RENAMED, NO_EFFECT, MISSING = "works", "renamed", "no effect", "missing"
 HEADS = {WORKS: "runs as it is", RENAMED: "has another name", NO_EFFECT: "does nothing here", MISSING: "is missing"}
 SAME_TRAINER = r"main_(ppo|dapo|entropy)\w*|\w*async_main"  # as verl.trainer.main_ppo, but for when it does what
-TOGETHER, NO_SUCH = "the settings together", "there is no such setting."
+NO_SUCH = "there is no such setting."
 NOT_HERE = re.compile("there is no such file|no file matches|no file in it|is not installed")
 REMEDY = "Arguments and variables are given so: NAME=value python -m extras.verl {} ARGUMENT …"
 EARLY = "By itself it"
@@ -48,11 +48,11 @@ FLAGS |= dict.fromkeys(("--config-name", "-cn"), "--config-name")
 
 
 class Setting(NamedTuple):
-    """A setting as it was `given`, its fate, what is said of it, and how it is written `now` (None: not at all)."""
+    """A setting as it was `given`, its fate, the reason, and how it is written `now` (None: not at all)."""
 
     given: str
     fate: str
-    said: str = ""
+    reason: str = ""
     now: str | None = None
 
 
@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", nargs="?", metavar="SCRIPT.sh|FILE.yaml")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="a script's own, or settings")
     parser.add_argument("--run", action="store_true", help="run what works here")
-    place = argv.index("--") if "--" in argv else len(argv)
-    given, words = parser.parse_args([word for word in argv[:place] if word != "--run"]), argv[place + 1 :]
+    end = argv.index("--") if "--" in argv else len(argv)
+    given, words = parser.parse_args([word for word in argv[:end] if word != "--run"]), argv[end + 1 :]
     if (given.source is None) == (not words):
         parser.error("name a script or a yaml, or give a command after --")
     console = Console() if Console().is_terminal else Console(width=LOG_WIDTH)
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     if any(setting.fate == MISSING for reading in readings for setting in reading.settings):
         return 2
     is_whole = not any(note.startswith(EARLY) for note in notes)  # or settings may lack what was to come
-    return (run(readings) if is_whole else 2) if "--run" in argv[:place] else 0
+    return (run(readings) if is_whole else 2) if "--run" in argv[:end] else 0
 
 
 def read_source(path: Path, arguments: list[str]) -> tuple[list[Reading], list[str]]:
@@ -104,12 +104,13 @@ def read_source(path: Path, arguments: list[str]) -> tuple[list[Reading], list[s
     text = path.read_text(errors="replace").replace("\r\n", "\n")
     if "\0" in text or len(text) > LONGEST:
         raise ValueError(f"{path}: a shell script has at most {LONGEST} characters, all of them text.")
-    calls, said = calls_of(text, path, arguments)
+    calls, ending = calls_of(text, path, arguments)
     readings = readings_of(calls)
     if not readings:
-        raise ValueError(f"{path} gave no command of verl's: it {said}. {REMEDY.format(path)}")
-    empty = " ".join(it.given for reading in readings for it in reading.settings if it.given.endswith("="))
-    gaps = [f"{EARLY} {said}."] * bool(said) + [f"Nothing is given to {empty}: is a variable not set?"] * bool(empty)
+        raise ValueError(f"{path} gave no command of verl's: it {ending}. {REMEDY.format(path)}")
+    gaps = [f"{EARLY} {ending}."] if ending else []
+    if empty := " ".join(it.given for reading in readings for it in reading.settings if it.given.endswith("=")):
+        gaps.append(f"Nothing is given to {empty}: is a variable not set?")
     return readings, [*gaps, *[REMEDY.format(path)] * bool(gaps), *notes_on(calls)]
 
 
@@ -125,18 +126,18 @@ def calls_of(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], s
     """
     if not child.is_closed(fences()):
         raise ValueError(
-            f"{path}: no sandbox is here to read a script in ({check_fences(required=False)}); "
-            "give its command: python -m extras.verl -- python3 -m verl.trainer.main_ppo key=value …"
+            f"{path}: {check_fences(required=False)} Give its command: python -m extras.verl -- python3 -m "
+            "verl.trainer.main_ppo key=value …"
         )
     text = re.sub(r"\$\{BASH_SOURCE(\[0\])?(:-[^}]*)?\}|\$BASH_SOURCE\b", "$0", text)
     text = re.sub(r"(?<![\w.-])[\w./~${}-]*/bin/(python[\d.]*|torchrun|ray|uv|accelerate)\b", r"\1", text)
     unheard = re.sub(r"(?<=\s)(?:&|\d)?>>?\s*(?![&(>\s])(?:\"[^\"\n]*\"|[^\s;|&)]+)", ">/dev/null", text)
     for form in (text, unheard):  # a log beside what is only read cannot be written
-        calls, status, said = run_in_sandbox(form, path, arguments)
+        calls, status, ending = run_in_sandbox(form, path, arguments)
         if status is None or any(any(programs_in(call.words)) for call in calls):
-            return calls, said if status is None else ""
+            return calls, ending if status is None else ""
     calls, _, _ = run_in_sandbox(f"exit() {{ :; }}; set() {{ :; }}; {unheard}", path, arguments)
-    return calls, f"{said}, and was read as if it went on"
+    return calls, f"{ending}, and was read as if it went on"
 
 
 def run_in_sandbox(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], int | None, str]:
@@ -168,8 +169,8 @@ def read_program(call: Call, program: str, arguments: list[str]) -> Reading:
         arguments = [*arguments, *workers_of(call.words, arguments)]
     reading = read_settings(program, entry, arguments, call.variables)
     has_own = entry is ENTRIES[-1] and not re.fullmatch(SAME_TRAINER, name_of(program))
-    said = f"notice: {program} is not read itself: its settings are taken as those of main_ppo.\n" * has_own
-    return reading._replace(notices=said + reading.notices)
+    notice = f"notice: {program} is not read itself: its settings are taken as those of main_ppo.\n" * has_own
+    return reading._replace(notices=notice + reading.notices)
 
 
 def workers_of(words: list[str], arguments: list[str]) -> Iterator[str]:
@@ -187,12 +188,13 @@ def read_merger(program: str, arguments: list[str], variables: dict[str, str]) -
     flags = dict(re.findall(r"--([\w-]+)[= ]?((?:(?!--)\S)*)", " ".join(arguments)))
     for flag, value in flags.items():
         text = f"--{flag} {value}".strip()
-        fate, said = NO_EFFECT, "a checkpoint says what it holds, and nothing is uploaded"
-        if flag in ("backend", "local_dir", "target_dir"):
-            is_megatron = flag == "backend" and value != "fsdp"
-            fate, said = (MISSING, "Megatron's checkpoints are not read") if is_megatron else (WORKS, "")
-            command += [] if is_megatron else [f"--{flag}", value]
-        settings.append(Setting(text, fate, said))
+        if flag == "backend" and value != "fsdp":
+            settings.append(Setting(text, MISSING, "Megatron's checkpoints are not read"))
+        elif flag in ("backend", "local_dir", "target_dir"):
+            settings.append(Setting(text, WORKS))
+            command += [f"--{flag}", value]
+        else:
+            settings.append(Setting(text, NO_EFFECT, "a checkpoint says what it holds, and nothing is uploaded"))
     return Reading(program, settings, command, variables)
 
 
@@ -206,37 +208,38 @@ def entry_of_yaml(path: Path) -> Entry:
 
 def read_settings(program: str, entry: Entry, arguments: list[str], variables: dict[str, str]) -> Reading:
     """Judges all settings of a command, by the tables of the loader, and composes those that work."""
-    flags, overrides, found = part_arguments(arguments)
+    flags, overrides, settings = part_arguments(arguments)
     folder = loader.yaml_folder(entry.schema)
     with redirect_stderr(StringIO()):
         parsed = loader.parse_arguments(flags, entry.config, None, folder)
     if flags and parsed.config_dir == folder:
-        found.append(Setting(" ".join(flags), NO_EFFECT, "it is a yaml of verl's, whose settings are defaults here"))
+        settings.append(Setting(" ".join(flags), NO_EFFECT, "it is a yaml of verl's, whose settings are defaults here"))
         flags = []
     try:
         in_yaml = list(leaves(loader.read_yaml(parsed, {}))) if flags else []
     except ConfigError as error:
-        found.append(Setting(" ".join(flags), MISSING, f"{error} A script in a checkout (.git) is read there."))
+        settings.append(Setting(" ".join(flags), MISSING, f"{error} A script in a checkout (.git) is read there."))
         flags, in_yaml, parsed = [], [], loader.parse_arguments([], entry.config, None, folder)
-    found += [judge_setting(f"{key}={it}", key, it, entry.schema)._replace(now=None) for key, it in in_yaml]
-    found += [it for text in overrides if text.strip() for it in read_override(text, parsed.config_dir, entry.schema)]
-    found, notices = compose(found, parsed, entry)
-    command = [*entry.words, *flags, *(it.now for it in found if it.now and (it.fate != MISSING or it.now[0] == "~"))]
-    return Reading(program, found, command, variables, notices)
+    settings += [judge_setting(f"{key}={it}", key, it, entry.schema)._replace(now=None) for key, it in in_yaml]
+    for text in filter(str.strip, overrides):
+        settings += read_override(text, parsed.config_dir, entry.schema)
+    settings, notices = compose(settings, parsed, entry)
+    kept = [it.now for it in settings if it.now and (it.fate != MISSING or it.now[0] == "~")]
+    return Reading(program, settings, [*entry.words, *flags, *kept], variables, notices)
 
 
 def part_arguments(arguments: list[str]) -> tuple[list[str], list[str], list[Setting]]:
     """Parts arguments into the flags that name a yaml, settings, and flags that have no place here."""
-    flags, overrides, others, words = [], [], [], iter(arguments)
+    flags, overrides, rest, words = [], [], [], iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
         if flag in FLAGS:
             flags.append(f"{FLAGS[flag]}={value if equals else next(words, '')}")
         elif word.startswith("-"):
-            others.append(Setting(word, MISSING, "settings are key=value"))
+            rest.append(Setting(word, MISSING, "settings are key=value"))
         else:
             overrides.append(word)
-    return flags, overrides, others
+    return flags, overrides, rest
 
 
 def read_override(text: str, folder: Path, schema: type) -> list[Setting]:
@@ -288,22 +291,22 @@ def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> tupl
     stand_ins: dict[str, str] = {}
     notices = StringIO()
     while error := refusal(arguments, entry, [*(it.now for it in settings if it.now), *stand_ins.values()], notices):
-        said, key = str(error), error.key
-        named = [at for at, setting in enumerate(settings) if key in keys_of(setting)]
-        if NOT_HERE.search(said):  # a matter of this machine
-            if not named or key in stand_ins:
+        reason, key = str(error), error.key
+        at = next((at for at in reversed(range(len(settings))) if key in keys_of(settings[at])), None)
+        if NOT_HERE.search(reason):  # a matter of this machine
+            if at is None or key in stand_ins:
                 break
-            stand_ins[key] = f"{key}={'hf' if 'installed' in said else __file__}"
-            settings[named[-1]] = settings[named[-1]]._replace(said=f"{settings[named[-1]].said} {said}".strip())
+            stand_ins[key] = f"{key}={'hf' if 'installed' in reason else __file__}"
+            settings[at] = settings[at]._replace(reason=f"{settings[at].reason} {reason}".strip())
             continue
-        if not named:
-            settings = [*settings, Setting(TOGETHER, MISSING, said)]
+        if at is None:
+            settings = [*settings, Setting("the settings together", MISSING, reason)]
             break
-        refused, taken_back = settings[named[-1]], f"~{key}"  # from a yaml
-        settings[named[-1]] = Setting(refused.given, MISSING, said, None if refused.now else taken_back)
+        refused, taken_back = settings[at], f"~{key}"  # from a yaml
+        settings[at] = Setting(refused.given, MISSING, reason, None if refused.now else taken_back)
         if refused.now == taken_back:  # too late: it is refused before
             return settings, ""
-    settings = [it._replace(fate=WORKS, said="") if it.said.startswith(NO_SUCH) else it for it in settings]
+    settings = [it._replace(fate=WORKS, reason="") if it.reason.startswith(NO_SUCH) else it for it in settings]
     return settings, "" if any(it.endswith("=hf") for it in stand_ins.values()) else notices.getvalue()
 
 
@@ -327,16 +330,16 @@ def refusal(arguments: Arguments, entry: Entry, overrides: list[str], notices: S
 
 def notes_on(calls: Iterable[Call]) -> Iterator[str]:
     """Yields lines on what a script does beside its commands of verl's."""
-    others = [call.words for call in calls if not any(programs_in(call.words))]
-    for name, said in (
+    rest = [call.words for call in calls if not any(programs_in(call.words))]
+    for name, text in (
         ("no-folder", "It goes to folders that are not here"),
         ("no-file", "It reads files that are not here, or may not be read"),
         ("no-command", "It calls commands that are not here"),
     ):
-        if found := dict.fromkeys(shlex.join(words[1:]) for words in others if words[0] == name):
-            yield f"{said}: {'; '.join(found)}."
-    if found := dict.fromkeys(short(shlex.join(it)) for it in others if not re.fullmatch("no-.*|curl", it[0])):
-        yield f"It also calls, for you to do by hand if need be: {'; '.join(found)}."
+        if names := dict.fromkeys(shlex.join(words[1:]) for words in rest if words[0] == name):
+            yield f"{text}: {'; '.join(names)}."
+    if commands := dict.fromkeys(short(shlex.join(it)) for it in rest if not re.fullmatch("no-.*|curl", it[0])):
+        yield f"It also calls, for you to do by hand if need be: {'; '.join(commands)}."
 
 
 def short(text: str) -> str:
@@ -349,14 +352,14 @@ def show(reading: Reading, number: str, console: Console) -> None:
     heads = "", *(Column(name, overflow="fold") for name in ("setting", "here"))  # names are longer than their column
     table = Table(*heads, title=f"{number}{reading.program}", title_justify="left", pad_edge=False)
     for fate, head in HEADS.items():
-        found = [setting for setting in reading.settings if setting.fate == fate]
-        if not found:
-            continue
-        keys = ", ".join(setting.given.partition("=")[0] for setting in found)
-        said = "\n".join(filter(None, (setting.said for setting in found)))
-        lines = [(keys, said)] if fate == WORKS else by_reason(found)
-        for first, (given, said) in zip([f"{head} ({len(found)})", *[""] * len(lines)], lines, strict=False):
-            table.add_row(*map(Text, (first, given, said)), end_section=(given, said) == lines[-1])
+        settings = [setting for setting in reading.settings if setting.fate == fate]
+        lines = by_reason(settings)
+        if fate == WORKS and settings:
+            keys = ", ".join(setting.given.partition("=")[0] for setting in settings)
+            lines = [(keys, "\n".join(setting.reason for setting in settings if setting.reason))]
+        for at, line in enumerate(lines):
+            first = "" if at else f"{head} ({len(settings)})"
+            table.add_row(*map(Text, (first, *line)), end_section=line == lines[-1])
     console.print(table)
     console.print(Text(reading.notices), end="")
     if reading.variables:
@@ -367,9 +370,11 @@ def show(reading: Reading, number: str, console: Console) -> None:
     console.print(in_lines(["python", *reading.command]), soft_wrap=True, markup=False, highlight=False)
 
 
-def by_reason(found: list[Setting]) -> list[tuple[str, str]]:
-    reasons = dict.fromkeys(setting.said for setting in found)
-    return [(", ".join(dict.fromkeys(short(it.given) for it in found if it.said == why)), why) for why in reasons]
+def by_reason(settings: list[Setting]) -> list[tuple[str, str]]:
+    by_why: dict[str, dict[str, None]] = {}
+    for setting in settings:
+        by_why.setdefault(setting.reason, {})[short(setting.given)] = None
+    return [(", ".join(given), why) for why, given in by_why.items()]
 
 
 def quote(word: str) -> str:

@@ -20,11 +20,11 @@ _agent_loop_registry: dict[str, Agent] = {}  # verl's name
 def register(agent_name: str) -> Callable[[type], type]:
     """Registers a class that plays the episodes of rows whose agent_name is this."""
 
-    def mark(found: type) -> type:
-        _agent_loop_registry[agent_name] = Agent(agent_name, found)
-        return found
+    def add(agent_class: type) -> type:
+        _agent_loop_registry[agent_name] = Agent(agent_name, agent_class)
+        return agent_class
 
-    return mark
+    return add
 
 
 def load_agents(config: AgentConfig) -> dict[str, Agent]:
@@ -33,36 +33,30 @@ def load_agents(config: AgentConfig) -> dict[str, Agent]:
 
 
 def agents_of(path: str | None) -> dict[str, Agent]:
-    """Returns those of a yaml or json: a list of {name, _target_, and settings}. A module beside the file is found.
-
-    Or those of a function, which returns classes by name; of None, none."""
+    """Returns those of a yaml or json, a list of {name, _target_, and settings}, or of a function that returns classes
+    by name; of None, none. A module beside the yaml is found."""
     if path is None:
         return {}
-    file = find_path(path)
+    key, file = f"{AGENT_KEY}.agent_loop_config_path", find_path(path)
     if file.suffix not in (".yaml", ".yml", ".json"):
-        classes = load_named(path, f"{AGENT_KEY}.agent_loop_config_path")()
-        return {name: Agent(name, found) for name, found in classes.items()}
+        return {name: Agent(name, agent_class) for name, agent_class in load_named(path, key)().items()}
     try:
         entries = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{AGENT_KEY}.agent_loop_config_path={path} cannot be read: {first_line(error)}.") from error
+        raise ConfigError(f"{key}={path} cannot be read: {first_line(error)}.") from error
     agents = {}
     for entry in entries if isinstance(entries, list) else [entries]:
         match entry:
             case {"name": str(name), "_target_": str(target), **settings}:
-                agents[name] = Agent(
-                    name, load_named(beside(file.parent, target), f"{path}: {name}._target_"), settings
-                )
+                agent_class = load_named(beside(file.parent, target), f"{path}: {name}._target_")
+                agents[name] = Agent(name, agent_class, settings)
             case _:
-                raise ConfigError(
-                    f"{AGENT_KEY}.agent_loop_config_path={path} holds {entry!r}; it must be a list of mappings with "
-                    "`name` and `_target_` (package.module.Class), and settings for the constructor beside them."
-                )
+                raise ConfigError(f"{key}={path} holds {entry!r}; it must be a list of {{name, _target_, settings …}}.")
     return agents
 
 
 def beside(folder: Path, target: str) -> str:
-    """`target` as file.py:Class, where its module is a file in `folder`."""
+    """Returns `target` as file.py:Class, where its module is a file in `folder`."""
     module, _, name = target.rpartition(".")
     file = folder / f"{module.replace('.', '/')}.py"
     return f"{file}:{name}" if file.is_file() else target

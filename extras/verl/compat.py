@@ -1,22 +1,17 @@
 """Functions that code written for verl imports and that this project itself does not call.
 
-Names, arguments and results are verl's; the work is done by what the project uses instead. extras/verl/names.yaml
-says which module of verl has each, beside those names that the project itself uses; extras/verl/imports.py finds them
-where a file imports verl. `python -m extras.verl.compat FILE ARGUMENTS` runs a script that does so.
-
-`DataProto` has further methods of verl's once this module is imported: `sample_level_repeat`, `unfold_column_chunks`,
-`padding`, `is_padding_enabled`, `to_tensordict`, `from_tensordict`, `get_data_info`, `print_size`.
+extras/verl/names.yaml says which module of verl has each; extras/verl/imports.py finds them where a file imports verl.
+`python -m extras.verl.compat FILE ARGUMENTS` runs a script that does so. Once this module is imported, `DataProto` has
+further methods of verl's.
 """
 
 import configs.process  # noqa: F401, isort: skip
 
-import logging
 import math
 import os
 import runpy
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -49,8 +44,6 @@ from training.core_algos import (
 from training.losses import zero_masked
 from training.metric_utils import timer
 
-logger = logging.getLogger(__name__)
-
 OpenAIFunctionToolSchema = OpenAIFunctionSchema = ToolSchema
 OpenAIFunctionParametersSchema = OpenAIFunctionPropertySchema = ToolSchema
 ACTOR = "actor_rollout_ref.actor"
@@ -59,8 +52,6 @@ __version__ = "0.9.1"  # the version of verl whose names and keys are meant wher
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Appends rows, cyclically from the first, until `size_divisor` divides the length; also returns how many."""
-    if len(data) == 0:
-        logger.warning("a DataProto without rows cannot be padded: it stays empty")
     pad_size = -len(data) % size_divisor
     return (data[np.arange(len(data) + pad_size) % len(data)] if pad_size else data), pad_size
 
@@ -122,7 +113,7 @@ def from_tensordict(
     cls: type[DataProto], tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
 ) -> DataProto:
     """Undoes `to_tensordict`; `meta_info` goes before what the TensorDict has."""
-    tensors, arrays, found = {}, {}, {}
+    tensors, arrays, values = {}, {}, {}
     for name in tensor_dict.keys():  # noqa: SIM118 - iterating a TensorDict gives rows
         column = tensor_dict.get(name)
         if isinstance(column, Tensor):
@@ -130,8 +121,8 @@ def from_tensordict(
         elif isinstance(column, NonTensorStack):
             arrays[name] = object_array(column.tolist())
         else:
-            found[name] = column.data
-    return cls.from_dict(tensors, arrays, found | (meta_info or {}), num_batch_dims)
+            values[name] = column.data
+    return cls.from_dict(tensors, arrays, values | (meta_info or {}), num_batch_dims)
 
 
 def get_data_info(self: DataProto) -> str:
@@ -175,7 +166,7 @@ def pad_2d_list_to_length(response: Sequence[Sequence], pad_token_id: float, max
 
 
 def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False) -> Tensor:
-    """Pad the last axis to `max_seq_len`; a tensor that is as long already comes back as it is, never truncated."""
+    """Pads the last axis to `max_seq_len`; a longer tensor comes back as it is."""
     missing = max(0, max_seq_len - tensors.shape[-1])
     return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
 
@@ -184,10 +175,10 @@ def postprocess_data(
     input_ids: Tensor, attention_mask: Tensor, max_length: int, pad_token_id: int, left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Pad or truncate ids and attention mask, both [B, L], to [B, max_length].
+    """Pads or truncates ids and attention mask, both [B, L], to [B, max_length].
 
-    `truncation` names the side that is cut: "left" keeps the last tokens, "right" the first, "middle" the first
-    max_length // 2 and the rest from the end; "error" raises NotImplementedError on rows that are too long.
+    `truncation` names the side that is cut: "left" keeps the last tokens, "middle" the first max_length // 2 and the
+    rest from the end; "error" raises NotImplementedError.
     """
     sides = ("left", "right", "middle", "error")
     assert truncation in sides, f"truncation is {truncation!r}, but must be one of {sides}"
@@ -215,10 +206,9 @@ def compute_response_mask(data: DataProto) -> Tensor:
 
 
 def as_torch_index(index: Sequence[Any] | np.ndarray | Tensor, device: str | torch.device | None = None) -> Tensor:
-    """One number per label, int64 [B]: equal labels, equal numbers.
+    """Numbers labels, int64 [B]: integers, and floats all within 1e-6 of integers, stay what they are.
 
-    Integers, and floats all within 1e-6 of integers, stay what they are. Anything else is numbered from 0 in the
-    order of its string form.
+    Anything else is numbered from 0 in the order of its string form.
     """
     labels = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
     labels = labels.reshape(-1)
@@ -233,10 +223,9 @@ def as_torch_index(index: Sequence[Any] | np.ndarray | Tensor, device: str | tor
 def group_mean_std(
     scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: str | torch.device | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, std, count), float32 [G], of scores [B] by their group's number `gidx` [B] in 0 … G - 1.
+    """Returns mean, std and count, float32 [G], of scores [B] by their group's number `gidx` [B] in 0 … G - 1.
 
     std has n - 1 in the denominator and is at least sqrt(eps). A group of one, or none, has mean 0 and std 1.
-    Raises ValueError if the lengths differ.
     """
     scores = torch.as_tensor(scores, device=device).flatten().float()
     gidx = as_torch_index(gidx, device=scores.device)
@@ -255,10 +244,7 @@ compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_base
 
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
-    """Scores less the KL to the reference, token by token: scores - kl_ratio · (old_log_prob - ref_log_prob), [B, R].
-
-    Nothing is masked: estimators of outcomes add up whole rows, so zero what is not the policy's.
-    """
+    """Returns scores - kl_ratio · (old_log_prob - ref_log_prob), [B, R]; nothing is masked."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
@@ -267,24 +253,20 @@ def compute_policy_loss(
     *, cliprange_low: float | None = None, cliprange_high: float | None = None, clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Deprecated: `compute_policy_loss_vanilla` as it was called before there were configs.
+    """Calls `compute_policy_loss_vanilla` as before there were configs; low and high default to `cliprange`.
 
-    Low and high default to `cliprange`. Returns (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower), scalar tensors.
-    Raises ValueError if a bound is missing.
+    Returns:
+        (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower), scalar tensors.
     """
-    warnings.warn(
-        'compute_policy_loss is deprecated: call get_policy_loss_fn("vanilla")', DeprecationWarning, stacklevel=2
-    )
     bounds = {"clip_ratio": cliprange, "clip_ratio_low": cliprange_low, "clip_ratio_high": cliprange_high}
     config = ActorConfig(**bounds, clip_ratio_c=clip_ratio_c)
     if None in clip_bounds(config):
-        raise ValueError("no bounds to clip to: pass cliprange, or both cliprange_low and cliprange_high")
+        raise ValueError("compute_policy_loss: pass cliprange, or both cliprange_low and cliprange_high.")
     loss, metrics = compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
     )
-    return loss, *(
-        metrics[f"actor/{name}"].detach().to(loss) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
-    )
+    names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    return loss, *(metrics[f"actor/{name}"].detach().to(loss) for name in names)
 
 
 def compute_policy_loss_reinforce(rollout_log_prob: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -293,7 +275,7 @@ def compute_policy_loss_reinforce(rollout_log_prob: Tensor, *args: Any, **kwargs
 
 
 class ActorConfig(schema.ActorConfig):
-    """The actor's settings as verl's losses and their tests take them: by all of its keys, with counts for agg_loss."""
+    """The actor's settings by all of verl's keys, with counts for agg_loss."""
 
     def __init__(self, global_batch_info: dict[str, Any] | None = None, **settings: Any) -> None:
         known = {item.name for item in fields(schema.ActorConfig)}

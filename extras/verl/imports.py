@@ -19,10 +19,7 @@ from configs.import_utils import Imports
 
 
 class StandIn(ModuleType):
-    """A module of verl, whose names are ours as extras/verl/names.yaml has them; a name is looked up when it is read.
-
-    A name that is not there is an AttributeError here, so that hasattr works, and then an ImportError of the finder.
-    """
+    """A module of verl, whose names are ours as names.yaml has them; a name is looked up when it is read."""
 
     def __getattr__(self, name: str) -> Any:
         full = f"{self.__name__}.{name}"
@@ -36,8 +33,8 @@ class StandIn(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in names_of_verl()[self.__name__]:
             raise AttributeError(
-                f"{self.__name__}.{name} cannot be replaced from outside: what calls it here would not notice. "
-                "Register a function or a class of yours (CONTRIBUTING.md)."
+                f"{self.__name__}.{name} cannot be replaced from outside: register a function or class of yours "
+                "(CONTRIBUTING.md)."
             )
         super().__setattr__(name, value)
 
@@ -45,8 +42,7 @@ class StandIn(ModuleType):
 class StandIns(Imports):
     """Finds verl's modules for a user's files where verl is not installed.
 
-    It asks all other finders first, so that an installed verl is found as ever, and takes a folder called verl without
-    an __init__.py, such as that of a clone, for no package. It stays as long as the process: functions import too.
+    An installed verl goes first; a folder called verl without an __init__.py, such as a clone's, is no package.
     """
 
     @classmethod
@@ -110,11 +106,10 @@ def with_variants(pattern: str) -> list[str]:
     if first is None:
         return [pattern]
     before, after = pattern[: first.start()], pattern[first.end() :]
-    return [found for part in first[1].split(",") for found in with_variants(before + part + after)]
+    return [name for part in first[1].split(",") for name in with_variants(before + part + after)]
 
 
 def names_of_verl() -> dict[str, dict[str, str]]:
-    """Returns, for each of verl's modules that there is here, its names and where ours are."""
     return table_of_verl()[0]
 
 
@@ -129,6 +124,5 @@ def why_not_here(name: str) -> str:
     if reason := next((refused[parent] for parent in parents if parent in refused), None):
         return f"{name} is not here: {reason}."
     known = [*served, *(f"{module}.{one}" for module, names in served.items() for one in names)]
-    near = get_close_matches(name, known, 1, 0.8)
-    meant = f" Did you mean {near[0]}?" if near else ""
-    return f"{name} is not here.{meant} extras/verl/names.yaml lists the names of verl that are."
+    near = "".join(f" Did you mean {one}?" for one in get_close_matches(name, known, 1, 0.8))
+    return f"{name} is not here.{near} extras/verl/names.yaml lists the names of verl that are."

@@ -7,7 +7,6 @@ refused, and why.
 import copy
 import re
 import tomllib
-from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,11 +39,11 @@ def spelt_out(names: str) -> list[str]:
 
 def pairs(table: dict[str, str]) -> dict[str, str]:
     """Expands old and new names side by side: {a,b}.{c,d} = {e,f}.g is a.c and a.d = e.g, b.c and b.d = f.g."""
-    found = {}
+    paired = {}
     for old, new in table.items():
         olds, news = spelt_out(old), spelt_out(new)
-        found |= {name: news[place * len(news) // len(olds)] for place, name in enumerate(olds)}
-    return found
+        paired |= {name: news[at * len(news) // len(olds)] for at, name in enumerate(olds)}
+    return paired
 
 
 TARGET = r"\$\{(?:oc\.select:)?(\.?\w[\w.]*)(?=[,}])"  # what an interpolation names
@@ -65,7 +64,7 @@ class Table(NamedTuple):
         sections: those of the entry: those of main.py.
         renamed: old spelling: today's.
         computed: old spelling: how its value becomes today's, as an interpolation and in words.
-        reasons: by kind (refused, no_effect, unread), patterns of keys and the reason.
+        reasons: patterns of keys and the reason, by kind (refused, no_effect, unread).
     """
 
     sections: dict[str, str]
@@ -147,8 +146,7 @@ def judge(key: str, value: Any, schema: type) -> Verdict:
         return Verdict("no effect", key, value, why)
     if is_known(today, schema) or absent_extra_of(today):  # which the loader refuses
         if by_value:
-            said = f"{key}={value} is read as {today}{f'={new}' if today == key else ''}"
-            return Verdict("renamed", today, new, said)
+            return Verdict("renamed", today, new, f"{key}={value} is read as {today}{f'={new}' * (today == key)}")
         if today == key:
             return Verdict("works", key, value)
         return Verdict("renamed", today, new, f"{key} is now {today}{how}")
@@ -233,7 +231,7 @@ def move(given: DictConfig, schema: type, later: bool = False) -> list[tuple[str
     """Renames old spellings and drops settings without effect; returns them, to be told of.
 
     Today's spelling wins over an old one beside it, except over one that was set `later`."""
-    found = []
+    moved = []
     for key, value in list(leaves(given)):
         verdict = judge(key, value, schema)
         if verdict.kind == "refused":
@@ -248,26 +246,25 @@ def move(given: DictConfig, schema: type, later: bool = False) -> list[tuple[str
             OmegaConf.update(given, verdict.key, verdict.value, force_add=True)
             if key == "trainer.resume_path":
                 given.trainer.resume_mode = "resume_path"
-        found.append((key, value, verdict))
-    return found
+        moved.append((key, value, verdict))
+    return moved
 
 
-def tell(found: Iterable[tuple[str, Any, Verdict]], file: str | None = None) -> None:
+def tell(moved: list[tuple[str, Any, Verdict]], file: str | None = None) -> None:
     """Prints a notice of each reason why settings (key, value) have no effect, and of each that is renamed.
 
     Of a yaml `file` with more than MANY of them only the numbers: a yaml of verl's holds hundreds."""
-    told = {(verdict.why, verdict.kind): [] for _, _, verdict in found}
-    for key, value, verdict in found:
-        told[verdict.why, verdict.kind].append(f"{key}={value}")
-    if file and len(told) > MANY:
-        idle = sum(len(keys) for (_, kind), keys in told.items() if kind == "no effect")
-        renamed = sum(map(len, told.values())) - idle
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for key, value, verdict in moved:
+        reasons.setdefault((verdict.why, verdict.kind), []).append(f"{key}={value}")
+    if file and len(reasons) > MANY:
+        idle = sum(verdict.kind == "no effect" for _, _, verdict in moved)
         notice(
-            f"of the settings of {file}, {idle} have no effect here, and {renamed} are read by other names: "
-            f"python -m extras.verl {file} lists them, with the reasons."
+            f"of the settings of {file}, {idle} have no effect here, and {len(moved) - idle} are read by other "
+            f"names: python -m extras.verl {file} lists them."
         )
         return
-    for (why, kind), keys in told.items():
+    for (why, kind), keys in reasons.items():
         verb = "has" if len(keys) == 1 else "have"
         notice(f"{why}." if kind == "renamed" else f"{', '.join(keys)} {verb} no effect: {why}.")
 

@@ -1,4 +1,4 @@
-"""Loads and calls the user's reward managers, in verl's contracts: a class that scores a batch, or, async, a row.
+"""Loads and calls reward managers in verl's contracts: a class that scores a batch, or, async, a row.
 
     @register("mine")
     class Mine:
@@ -7,8 +7,7 @@
         async def run_single(self, data): ...              # or this one: {"reward_score", "reward_extra_info"} of a row
 
 reward.reward_manager.name=mine chooses it, from a file that actor_rollout_ref.model.external_lib or
-reward.reward_manager.path names. It is the place for what is no function: a reward model, a judge with a queue. It may
-be a subclass of `AbstractRewardManager` or `RewardManagerBase`, or of a naive one, which calls the run's function.
+reward.reward_manager.path names. It may be a subclass of the classes below; the naive ones call the run's function.
 """
 
 import asyncio
@@ -17,12 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from configs.extras import find
 from configs.import_utils import bind, load_extern_object, load_module
@@ -37,30 +35,14 @@ REWARD_MANAGER_REGISTRY: dict[str, type] = {}
 Class = TypeVar("Class", bound=type)
 
 
-@runtime_checkable
-class ScoresRows(Protocol):
-    """A manager of verl's reward loop."""
-
-    async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """`reward_score` of the one row in `data`, and `reward_extra_info`, a dict."""
-
-
-@runtime_checkable
-class ScoresBatches(Protocol):
-    """A manager of verl's reward loop that scores rows together, such as by their rank."""
-
-    async def run_batch(self, data: DataProto) -> list[dict[str, Any]]:
-        """As run_single, of every row of `data`."""
-
-
 def register(name: str) -> Callable[[Class], Class]:
     """Registers a class of reward managers under `name`. Raises ValueError if another class has it."""
 
-    def add(found: Class) -> Class:
-        known = REWARD_MANAGER_REGISTRY.setdefault(name, found)
-        if known is not found:
+    def add(manager_class: Class) -> Class:
+        known = REWARD_MANAGER_REGISTRY.setdefault(name, manager_class)
+        if known is not manager_class:
             raise ValueError(f"the reward manager {name!r} is {known.__qualname__} already: choose another name.")
-        return found
+        return manager_class
 
     return add
 
@@ -70,20 +52,10 @@ def get_reward_manager_cls(name: str) -> type:
     if name not in REWARD_MANAGER_REGISTRY:
         known = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none"
         raise ValueError(
-            f"Unknown reward manager: {name}. Registered are: {known}; write @register({name!r}) "
-            "(extras/verl/managers.py) in a file that actor_rollout_ref.model.external_lib or reward_manager.path."
+            f"Unknown reward manager: {name}; registered: {known}. Write @register({name!r}) in the file of "
+            "reward.reward_manager.path."
         )
     return REWARD_MANAGER_REGISTRY[name]
-
-
-def load_manager_class(chosen: RewardManagerConfig) -> type | None:
-    """Loads the class of a manager that needs no environment; returns None if the settings are an environment's."""
-    default = RewardManagerConfig()
-    if chosen.path != default.path:
-        load_module(chosen.path)
-        if chosen.name not in REWARD_MANAGER_REGISTRY:
-            return load_extern_object(chosen.path, chosen.name)
-    return None if chosen.name == default.name else get_reward_manager_cls(chosen.name)
 
 
 class AbstractRewardManager(ABC):
@@ -146,10 +118,10 @@ class RewardManagerBase(ABC):
 
     @abstractmethod
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """As in `ScoresRows`."""
+        """Returns `reward_score` of the one row in `data`, and `reward_extra_info`, a dict."""
 
     async def run_batch(self, data: DataProto) -> list[dict[str, Any]]:
-        """Scores all rows; a subclass that overrides it is called so, once a batch."""
+        """Scores all rows; a subclass that overrides it is called so, once a batch, such as to rank them."""
         return await asyncio.gather(*(self.run_single(data[row : row + 1]) for row in range(len(data))))
 
 
@@ -161,8 +133,8 @@ class NaiveLoopManager(RewardManagerBase):
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         [result] = await asyncio.to_thread(FunctionReward(self.compute_score, self.tokenizer), data)
-        found = result if isinstance(result, dict) else {"score": result, "acc": result}
-        return {"reward_score": found["score"], "reward_extra_info": dict(found)}
+        columns = result if isinstance(result, dict) else {"score": result, "acc": result}
+        return {"reward_score": columns["score"], "reward_extra_info": dict(columns)}
 
 
 class UsersManager:
@@ -173,34 +145,29 @@ class UsersManager:
     reward_model_tokenizer (None), and of reward.reward_kwargs; a manager of batches must take all keys of yours there.
     """
 
-    def __init__(
-        self,
-        manager_class: type,
-        config: RewardConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        compute_score: Callable,
-        whole: Config | None = None,
-    ) -> None:
-        offered = {"config": verls_view(config, whole), "tokenizer": tokenizer, "compute_score": compute_score}
+    def __init__(self, manager_class: type, config: RewardConfig, compute_score: Callable, run: Any) -> None:
+        offered = {"config": verls_view(config, run.whole), "tokenizer": run.tokenizer, "compute_score": compute_score}
         offered |= {"num_examine": 0, "reward_fn_key": "data_source"}
         offered |= {"reward_router_address": None, "reward_model_tokenizer": None, **kwargs_of(config)}
-        required = None if issubclass(manager_class, ScoresRows) else config.reward_kwargs.extras
-        self.config = config
-        self.manager = bind(
-            manager_class, offered, required, "reward.reward_manager", settings="reward.reward_kwargs"
-        )()
+        methods = dir(manager_class)
+        self.config, self.scores_rows = config, "run_single" in methods
+        required = None if self.scores_rows else config.reward_kwargs.extras
+        key, settings = "reward.reward_manager", "reward.reward_kwargs"
+        self.manager = bind(manager_class, offered, required, key, settings=settings)()
+        own = "run_batch" in methods and manager_class.run_batch is not RewardManagerBase.run_batch
+        self.scores_batches = self.scores_rows and own
 
     def __call__(self, data: DataProto) -> Any:
-        if not isinstance(self.manager, ScoresRows):
+        if not self.scores_rows:
             call = bind(self.manager, {"return_dict": True}, key="reward.reward_manager", positional={"data": data})
             return move_to_policy(call(), data)
-        if isinstance(self.manager, ScoresBatches) and type(self.manager).run_batch is not RewardManagerBase.run_batch:
+        if self.scores_batches:
             seconds = self.config.timeout and self.config.timeout * len(data)
-            [found] = run_all([self.manager.run_batch(data)], 1, seconds)
+            [results] = run_all([self.manager.run_batch(data)], 1, seconds)
         else:
             calls = [self.manager.run_single(data[row : row + 1]) for row in range(len(data))]
-            found = run_all(calls, self.config.max_concurrent, self.config.timeout)
-        return [{**(one.get("reward_extra_info") or {}), "score": one["reward_score"]} for one in found]
+            results = run_all(calls, self.config.max_concurrent, self.config.timeout)
+        return [{**(one.get("reward_extra_info") or {}), "score": one["reward_score"]} for one in results]
 
 
 def load(settings: RewardConfig, run: Any) -> UsersManager:
@@ -211,8 +178,16 @@ def load(settings: RewardConfig, run: Any) -> UsersManager:
     else:
         rules = find("reward", "rules")(settings, run)
         scores, kwargs = rules.function, rules.reward_kwargs
-    manager_class = load_manager_class(settings.reward_manager)
-    return UsersManager(manager_class, settings, run.tokenizer, partial(scores, **kwargs), run.whole)
+    return UsersManager(load_manager_class(settings.reward_manager), settings, partial(scores, **kwargs), run)
+
+
+def load_manager_class(chosen: RewardManagerConfig) -> type:
+    """Loads the class of a manager: registered under its name, or of that name in the user's file."""
+    if chosen.path != RewardManagerConfig().path:
+        load_module(chosen.path)
+        if chosen.name not in REWARD_MANAGER_REGISTRY:
+            return load_extern_object(chosen.path, chosen.name)
+    return get_reward_manager_cls(chosen.name)
 
 
 def kwargs_of(config: RewardConfig) -> dict[str, Any]:

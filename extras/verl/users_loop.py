@@ -2,9 +2,8 @@
 
 A subclass of `AgentLoopBase` has a coroutine `run(sampling_params, **row)`, which awaits `server_manager.generate` as
 often as it likes and returns an `AgentLoopOutput`, or a list of them, rows of one episode of which the last is scored.
-It runs in the event loop of user code (workers/agents/user_code.py), and may take as long between two answers as a tool
-may for a call. What it returns is held against what the policy said: log-probs and weight versions are those of the
-tokens that were sampled.
+It may take as long between two answers as a tool may for a call. Log-probs and weight versions are those of the tokens
+that were sampled.
 """
 
 import asyncio
@@ -77,14 +76,13 @@ class TokenOutput(list):
 class LLMServerClient:
     """The policy as one episode of an agent loop asks it, from whatever event loop.
 
-    Attributes:
-        answers: what was asked and answered, in the order of asking.
+    `answers` has each prompt and its answer, in the order of the requests.
     """
 
     def __init__(self, policy: Policy, limits: Limits, longest: int) -> None:
         self.policy, self.limits, self.longest, self.loop = policy, limits, longest, asyncio.get_running_loop()
         self.answers: dict[int, tuple[list[int], Completion]] = {}
-        self.asked = self.waiting = 0
+        self.requests = self.waiting = 0
         self.went_on = False
 
     async def generate(
@@ -95,15 +93,17 @@ class LLMServerClient:
         Raises:
             ValueError: images, settings that the engines do not know, or a prompt that leaves no room for an answer.
         """
-        if given := [name for name, value in other.items() if name.endswith("_data") and value is not None]:
-            raise ValueError(f"generate was given {', '.join(given)}: the policy reads text here.")
+        if media := [name for name, value in other.items() if name.endswith("_data") and value is not None]:
+            raise ValueError(f"generate was given {', '.join(media)}: the policy reads text here.")
         prompt = ids_of(prompt_ids)
         sampling = sampling_of(sampling_params or {}, self.policy.sampling)
         most = min(sampling.max_tokens, self.limits.answer, self.longest - len(prompt))
         if most <= 0:
-            lengths = "data.max_prompt_length + data.max_response_length"
-            raise ValueError(f"generate was given {len(prompt)} tokens, and {lengths} is {self.longest}: raise them.")
-        turn, self.asked, self.waiting = self.asked, self.asked + 1, self.waiting + 1
+            raise ValueError(
+                f"generate was given {len(prompt)} tokens: raise data.max_prompt_length + max_response_length "
+                f"({self.longest})."
+            )
+        turn, self.requests, self.waiting = self.requests, self.requests + 1, self.waiting + 1
         try:
             work = self.policy.answer(prompt, most, turn, sampling)
             done = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
@@ -114,8 +114,7 @@ class LLMServerClient:
         return TokenOutput(done.token_ids, list(done.log_probs), reason, {"global_steps": done.weight_version})
 
     def begins_anew(self) -> bool:
-        """Whether the deadline of the user's code begins anew, as the policy has answered since the last call of this,
-        or is answering."""
+        """Says whether the policy is answering, or has answered since the last call: then the deadline begins anew."""
         went_on, self.went_on = self.went_on, False
         return went_on or self.waiting > 0
 
@@ -123,24 +122,16 @@ class LLMServerClient:
 class AgentLoopBase:
     """One episode; verl's constructor of any version, of which a subclass may name what it needs.
 
-    Attributes:
-        config: the whole run's; tokenizer; server_manager; loop: the event loop it runs in; processor: None.
-        system_prompt: the ids that the chat template begins every prompt with.
+    `config` is the whole run's; `loop` the event loop it runs in.
     """
 
     blocks = False  # whether it computes or waits without `await`
     _class_initialized = False  # for an init_class of verl's, which is called each time there
 
     def __init__(
-        self,
-        trainer_config: Any,
-        server_manager: LLMServerClient,
-        tokenizer: PreTrainedTokenizerBase,
-        processor: Any = None,
-        dataset_cls: type | None = None,
-        data_config: Any = None,
-        **kwargs: Any,
-    ) -> None:
+        self, trainer_config: Any, server_manager: LLMServerClient, tokenizer: PreTrainedTokenizerBase,
+        processor: Any = None, dataset_cls: type | None = None, data_config: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self.config: Config = trainer_config if isinstance(trainer_config, Config) else trainer_config.config
         self.rollout_config = self.config.actor_rollout_ref.rollout
         self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
@@ -154,6 +145,7 @@ class AgentLoopBase:
 
     @property
     def system_prompt(self) -> list[int]:
+        """Token ids that the chat template begins every prompt with."""
         user = {"role": "user", "content": ""}
         try:
             one, two = (self._encode([user] * count, add_generation_prompt=False) for count in (1, 2))
@@ -166,13 +158,9 @@ class AgentLoopBase:
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
 
     async def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Any = None,
-        *media: Any,
-        remove_system_prompt: bool = False,
+        self, messages: list[dict[str, Any]], tools: Any = None, *media: Any, remove_system_prompt: bool = False,
         **_: Any,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Token ids of messages, with the generation prompt; without the `system_prompt`, if that is asked."""
         kwargs = self.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
         ids = encode_prompt(messages, self.tokenizer, **kwargs)
@@ -191,11 +179,7 @@ AsyncLLMServerManager = LLMServerClient
 
 
 class LoopEpisode(UsersEpisode):
-    """An episode that an agent loop plays whole, between two answers by the deadline of a tool's call.
-
-    Raises:
-        ValueError: the constructor needs what it is not given.
-    """
+    """An episode that an agent loop plays whole, between two answers by the deadline of a tool's call."""
 
     def __init__(self, row: Row, agent: Agent, config: Config, chat: ChatFormat) -> None:
         super().__init__(row, agent, config, chat)
@@ -208,10 +192,10 @@ class LoopEpisode(UsersEpisode):
         rollout = self.config.actor_rollout_ref.rollout
         server = LLMServerClient(policy, limits, rollout.prompt_length + limits.response)
         try:
-            found = await or_episode_error(self._in_time(self._run(server), server.begins_anew))
-            return await or_episode_error(self._rows(found, server, limits))
+            returned = await or_episode_error(self._in_time(self._run(server), server.begins_anew))
+            return await or_episode_error(self._rows(returned, server, limits))
         except EpisodeFailed as failure:
-            return finish_samples([Sample(self.prompt_ids)], failure.end_reason, {}, server.asked, str(failure))
+            return finish_samples([Sample(self.prompt_ids)], failure.end_reason, {}, server.requests, str(failure))
 
     async def _run(self, server: LLMServerClient) -> Any:
         loop, sampling = self._loop(server), server.policy.sampling
@@ -237,10 +221,10 @@ class LoopEpisode(UsersEpisode):
             offered["config"] = self.config
         return bind(self.agent.cls, offered, self.agent.settings, self.agent.name)()
 
-    async def _rows(self, found: Any, server: LLMServerClient, limits: Limits) -> list[Sample]:
-        outputs = found if isinstance(found, list | tuple) else [found]
+    async def _rows(self, returned: Any, server: LLMServerClient, limits: Limits) -> list[Sample]:
+        outputs = returned if isinstance(returned, list | tuple) else [returned]
         if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
-            raise TypeError(f"{self.agent.name} returned {found!r}; run must return an AgentLoopOutput, or several.")
+            raise TypeError(f"{self.agent.name} returned {returned!r}; run must return an AgentLoopOutput, or several.")
         samples, width = [], self.config.actor_rollout_ref.rollout.prompt_length
         taken = (self.row.keys() | RUN_COLUMNS) - OF_EPISODES
         for output in outputs:
@@ -251,22 +235,22 @@ class LoopEpisode(UsersEpisode):
             if score is not None:
                 check_reward(score := float(score))
             told = {BROUGHT: score, "__agent_metrics__": dict(vars(output.metrics))}
-            finish_samples([sample], reason, beside(own, taken, "extra") | told, output.num_turns or server.asked)
+            finish_samples([sample], reason, beside(own, taken, "extra") | told, output.num_turns or server.requests)
             samples.append(sample)
         if reason == "aborted":
             raise EpisodeFailed("aborted", "the engine aborted the last request")
         return samples
 
 
-def ids_of(found: Any) -> list[int]:
-    """Token ids as a list of numbers, of whatever holds them."""
-    return [int(token_id) for token_id in (found["input_ids"] if isinstance(found, Mapping) else found)]
+def ids_of(tokens: Any) -> list[int]:
+    """Returns token ids as a list of numbers, of whatever holds them."""
+    return [int(token_id) for token_id in (tokens["input_ids"] if isinstance(tokens, Mapping) else tokens)]
 
 
-def sampling_of(asked: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
-    """`base` with what user code asks; raises ValueError for what the engines do not know."""
+def sampling_of(requested: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
+    """Returns `base` with what user code requests; raises ValueError for what the engines do not know."""
     changed: dict[str, Any] = {}
-    for name, value in asked.items():
+    for name, value in requested.items():
         if name in ("max_tokens", "max_new_tokens"):
             changed["max_tokens"] = base.max_tokens if value is None else int(value)
         elif name in ("temperature", "top_p", "top_k", "min_p"):
@@ -274,12 +258,12 @@ def sampling_of(asked: Mapping[str, Any], base: SamplingParams) -> SamplingParam
         elif name == "stop_token_ids":
             changed[name] = tuple(value or ())
         elif name not in WITHOUT_EFFECT or (WITHOUT_EFFECT[name] is not None and value not in WITHOUT_EFFECT[name]):
-            known = "max_tokens, temperature, top_p, top_k, min_p and stop_token_ids"
-            raise ValueError(f"sampling_params has {name}={value!r}, which the engines do not know; they know {known}.")
-    changed["do_sample"] = changed.get("temperature", base.temperature) > 0 and (
-        base.do_sample or "temperature" in changed
-    )
-    return replace(base, **changed)
+            raise ValueError(
+                f"sampling_params has {name}={value!r}, which the engines do not know; they know max_tokens, "
+                "temperature, top_p, top_k, min_p, stop_token_ids."
+            )
+    is_warm = changed.get("temperature", base.temperature) > 0
+    return replace(base, **changed, do_sample=is_warm and (base.do_sample or "temperature" in changed))
 
 
 def sample_of(
@@ -288,15 +272,14 @@ def sample_of(
     """Makes what an agent loop returned a row, cut to `limits.response` tokens; also returns how it ended.
 
     Raises:
-        ValueError: lists of different lengths, a prompt longer than `width`, or tokens said to be the policy's that it
-            did not say, without log-probs.
+        ValueError: uneven lists, a prompt longer than `width`, or tokens marked as the policy's that it did not sample.
     """
     prompt, ids, mask = map(ids_of, (output.prompt_ids, output.response_ids, output.response_mask))
     given = output.response_logprobs
     if len(mask) != len(ids) or len(given if given is not None else ids) != len(ids) or set(mask) - {0, 1}:
         raise ValueError(
-            f"an AgentLoopOutput has {len(ids)} response_ids, {len(mask)} in response_mask and response_logprobs "
-            f"{given if given is None else len(given)}: give one a token, and a mask of 1 or 0."
+            f"an AgentLoopOutput has {len(ids)} response_ids, {len(mask)} in response_mask and "
+            f"{0 if given is None else len(given)} response_logprobs: give one a token, and a mask of 1 or 0."
         )
     if len(prompt) > width:
         raise ValueError(f"an AgentLoopOutput has {len(prompt)} prompt_ids, and data.max_prompt_length is {width}.")
@@ -313,8 +296,8 @@ def sample_of(
         log_probs = [float(value) if policys else 0.0 for value, policys in zip(given, mask, strict=False)]
     if strangers := log_probs.count(None):
         raise ValueError(
-            f"response_mask says of {strangers} tokens that the policy sampled them, which it did not: "
-            "return its token_ids as they came, a mask of 0, or response_logprobs."
+            f"response_mask is 1 of {strangers} tokens that the policy did not sample: return its token_ids as "
+            "they came, a mask of 0, or response_logprobs."
         )
     rewards = [0.0] * len(ids)
     return Sample(prompt, ids, mask, log_probs, versions, rewards, turns), "max_tokens" if is_cut else reason
@@ -326,15 +309,14 @@ def answers_in(
     """Finds in a response, `ids`, those of the `answers` that stand behind just what they answer.
 
     Returns:
-        (where it begins, how many of its tokens are there, the answer), by their places; of several answers at one
-        place that of which most is there.
+        (where it begins, how many of its tokens are there, the answer); of several at one place the longest.
     """
-    whole, found = prompt + ids, {}
-    for asked, done in answers:
-        start = len(asked) - len(prompt)
-        if 0 <= start < len(ids) and whole[: len(asked)] == asked:
+    whole, by_start = prompt + ids, {}
+    for request, done in answers:
+        start = len(request) - len(prompt)
+        if 0 <= start < len(ids) and whole[: len(request)] == request:
             pairs = zip(ids[start:], done.token_ids, strict=False)
             length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if length > found.get(start, (start, 0))[1]:
-                found[start] = (start, length, done)
-    return [found[start] for start in sorted(found)]
+            if length > by_start.get(start, (start, 0))[1]:
+                by_start[start] = (start, length, done)
+    return [by_start[start] for start in sorted(by_start)]

@@ -29,7 +29,7 @@ def test_the_public_files_become_rows_in_verls_form(tmp_path, capsys):
     main([train, test, "--to", str(tmp_path / "rows")])
     rows = [row for _, row in read_rows(tmp_path / "rows/train.parquet")]
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["72", "1200", "-5"]
-    asked = 'Natalia sold 48 clips, then half as many. How many? Let\'s think step by step and output the final answer after "####".'  # noqa: E501
+    asked = f'{PUBLIC[0]["question"]} Let\'s think step by step and output the final answer after "####".'
     assert rows[0] == {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": asked}],
@@ -48,27 +48,6 @@ def test_a_row_that_is_none_of_gsm8k_is_named(bad, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([file, file, "--to", str(tmp_path / "rows")])
     assert f"error: {file}, row 3: a row of GSM8K has" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "strict", "flexible"),
-    [
-        ("so it is\n#### 72", "72", 1, 1),
-        ("#### 71, no: #### 72", "72", 1, 1),  # the last
-        ("#### 1,200", "1200", 1, 0.1),
-        ("#### 72.0", "72", 0.1, 0.1),
-        ("#### 72.", "72", 0.1, 0.1),
-        ("it is 72", "72", 0, 1),
-        ("it is 72 .", "72", 0, 1),
-        ("####72", "72", 0, 1),
-        ("#### -5", "-5", 1, 1),
-        ("none", "72", 0, 0),
-        ("#### 72" + " " * 300, "72", 0, 0),  # too far from the end
-    ],
-)
-def test_the_rule_by_hand(answer, truth, strict, flexible):
-    assert compute_score(answer, truth, format_score=0.1) == strict
-    assert compute_score(answer, truth, method="flexible", format_score=0.1) == flexible
 
 
 def test_another_method_is_refused():

@@ -27,7 +27,6 @@ def test_folders_of_math_become_rows_in_verls_form(tmp_path, capsys):
             file.write_text(json.dumps(PROBLEM, indent=4))
     competition_math.main([str(tmp_path / "train"), str(tmp_path / "test"), "--to", str(tmp_path / "rows")])
     rows = [row for _, row in read_rows(tmp_path / "rows/train.parquet")]
-    assert len(rows) == 3
     asked = r"What is $1+1$? Let's think step by step and output the final answer within \boxed{}."
     assert rows[1] == {
         "data_source": "DigitalLearningGmbH/MATH-lighteval",

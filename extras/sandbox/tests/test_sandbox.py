@@ -76,17 +76,10 @@ def test_a_program_that_does_not_end_is_ended_and_leaves_nothing(name: str, monk
     done = run_python(HOSTILE[name], seconds=0.4)
     assert done.status is None
     deadline = time.monotonic() + ROOMY
-    while group_exists(groups[0]):  # the kernel takes a moment
-        assert time.monotonic() < deadline, "a process is left"
-        time.sleep(0.01)
-
-
-def group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:  # the kernel takes a moment
+            killpg(groups[0], 0)
+            time.sleep(0.01)
 
 
 def test_no_file_outside_its_folder_changes(tmp_path: Path):
@@ -116,16 +109,10 @@ print(len(os.listdir(".")))
     assert not {name for name in new if name.startswith("sandbox-")}
 
 
-def users() -> list[int | None]:
-    """This user, and where it is root another one: what `run_all` takes."""
-    return [None, OTHER] if os.getuid() == 0 else [None]
-
-
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in ARCHITECTURES, reason="fences of Linux")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("user", users())
+@pytest.mark.parametrize("user", [None, OTHER] if os.getuid() == 0 else [None])
 def test_no_program_gets_out_and_honest_ones_run(user: int | None, mode: str):
-    """`sandbox_escapes.py` prints this as a table."""
     found = run_all(user, mode)
     if not child.is_closed(found["fences"].split(", ")):
         pytest.skip(f"this system has no more than {found['fences']}")
@@ -158,7 +145,6 @@ def test_a_system_without_fences_leaves_the_limits_and_a_hook_and_is_not_taken_f
         ("while True: pass", 0.2),
         (HONEST["asyncio"], ROOMY),
     ]
-    before = set(os.listdir(tempfile.gettempdir()))
     command = [sys.executable, "-c", OPEN, platform.machine(), json.dumps(programs), lacks]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     results = [Finished(**result) for result in json.loads(done.stdout)]
@@ -168,19 +154,15 @@ def test_a_system_without_fences_leaves_the_limits_and_a_hook_and_is_not_taken_f
     assert inside.output == "b\n" and "File too large" in large.errors
     assert socket.status == 1 and "MemoryError" in memory.errors
     assert endless.status is None and honest.output == "42\n"
-    new = set(os.listdir(tempfile.gettempdir())) - before
-    assert not {name for name in new if name.startswith("sandbox-")}
 
 
 @pytest.mark.parametrize(
     ("fences", "closed"),
     [
-        (("namespaces", "no capabilities", "Landlock", "seccomp"), True),
         (("Landlock", "seccomp"), True),
         (("namespaces", "seccomp"), True),
         (("namespaces", "no capabilities", "Landlock"), False),
         (("no capabilities", "seccomp"), False),  # a kernel without mount_setattr and Landlock
-        ((), False),
     ],
 )
 def test_fences_are_said_and_required_ones_refused(fences, closed, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 limits."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,30 +73,20 @@ def test_calls_in_this_process_are_not_counted_by_the_minute():
         RewardConfig(in_process=True, max_rpm=60).check(None, "reward")
 
 
-def test_a_token_bucket_grants_what_piled_up_at_once_and_the_rest_in_time():
-    waits = []
+def test_a_token_bucket_grants_what_piled_up_at_once_and_the_rest_in_time(monkeypatch: pytest.MonkeyPatch):
+    waits, clock = [], iter([0.0, 0.0, 0.0, 1.0, 1.0, 100.0, 100.0])
 
-    class Asyncio:
-        async def sleep(seconds):
-            waits.append(round(seconds, 3))
+    async def sleep(seconds: float) -> None:
+        waits.append(round(seconds, 3))
 
-    class Time:
-        def monotonic():
-            return next(clock)
-
-    async def ask(bucket, *amounts):
+    async def ask(*amounts: float) -> None:
         for amount in amounts:
             await bucket.acquire(amount)
 
-    clock = iter([0.0, 0.0, 0.0, 1.0, 1.0, 100.0, 100.0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("extras.scorers.pool.asyncio", Asyncio)
-        patch.setattr("extras.scorers.pool.time", Time)
-        bucket = AsyncTokenBucket(2.0, max_tokens=3.0)
-        assert bucket.last_update is None
-        asyncio.run(ask(bucket, 3, 1, 1))  # full, then 1 and 2 owed
-        assert waits == [0.5, 1.0]
-        asyncio.run(ask(bucket, 1, 1))  # 2 came in the second that went by
-        assert waits[2:] == [0.5, 1.0]
-        asyncio.run(ask(bucket, 3, 7))  # no more than 3 pile up; more than that may be asked for
-        assert waits[4:] == [3.5]
+    monkeypatch.setattr("extras.scorers.pool.asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("extras.scorers.pool.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    bucket = AsyncTokenBucket(2.0, max_tokens=3.0)
+    asyncio.run(ask(3, 1, 1))  # full, then 1 and 2 owed
+    asyncio.run(ask(1, 1))  # 2 came in the second that went by
+    asyncio.run(ask(3, 7))  # no more than 3 pile up; more than that may be asked for
+    assert waits == [0.5, 1.0, 0.5, 1.0, 3.5]

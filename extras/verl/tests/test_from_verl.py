@@ -38,10 +38,7 @@ SCRIPTS = {
             -- python3 -u -m recipe.dapo.main_dapo --config-path=./config --config-name='ppo_megatron_trainer' \\
             {ROWS} custom_reward_function.overlong_buffer.len=$size trainer.project_name="${{PROJECT:-dapo}}"
         """,
-        [],
-        [
-            f"main.py {ROWS} reward.reward_kwargs.overlong_buffer_cfg.len=4096 trainer.project_name=dapo",
-        ],
+        [], [f"main.py {ROWS} reward.reward_kwargs.overlong_buffer_cfg.len=4096 trainer.project_name=dapo"],
     ),
     "torchrun and its workers, then the merger": (
         """if [ "$#" -lt 2 ]; then echo "Usage: run.sh <nproc> <path>"; exit 1; fi
@@ -94,13 +91,10 @@ END
         nohup $CONDA_PREFIX/bin/python3 -m verl.trainer.main_ppo {ROWS} > /workspace/logs/x.log 2>&1 &
         wait
         """,
-        [],
-        [f"main.py {ROWS}"],
+        [], [f"main.py {ROWS}"],
     ),
     "left in the background of a folder that is only read": (
-        f"cd {Path(__file__).parent} || exit\nnohup {PPO} {ROWS} > train.log 2>&1 &\n",
-        [],
-        [f"main.py {ROWS}"],
+        f"cd {Path(__file__).parent} || exit\nnohup {PPO} {ROWS} > train.log 2>&1 &\n", [], [f"main.py {ROWS}"]
     ),
     "several commands, in other scripts and in one word": (
         """for lr in 1e-5 1e-6; do
@@ -115,16 +109,14 @@ END
         """,
         [],
         [
-            *(
-                f"main.py data.train_files=a actor_rollout_ref.model.path=m actor_rollout_ref.actor.optim.lr={lr}"
-                for lr in ("1e-5", "1e-6")
-            ),
+            *(f"main.py data.train_files=a actor_rollout_ref.model.path=m actor_rollout_ref.actor.optim.lr={lr}"
+              for lr in ("1e-5", "1e-6")),
             *(f"-m extras.evaluation.main_eval data.path={name}.parquet" for name in "ab"),
             "-m extras.evaluation.main_generation model.path=m data.path=a.parquet data.output_path=b.parquet "
             "data.max_response_length=8",
         ],
     ),
-}
+}  # fmt: skip
 
 
 def write(folder: Path, text: str, name: str = "run.sh") -> Path:
@@ -186,7 +178,7 @@ def test_what_cannot_be_read_is_refused_in_a_line(
     monkeypatch.setattr(from_verl, "SECONDS", 1.0)
     if words == "cannot be read":
         [reading], _ = read_source(write(tmp_path, text, name), [])
-        assert reading.settings[0].fate == MISSING and words in reading.settings[0].said
+        assert reading.settings[0].fate == MISSING and words in reading.settings[0].reason
     else:
         with pytest.raises(ValueError, match=words):
             read_source(write(tmp_path, text, name), [])
@@ -241,8 +233,8 @@ SETTINGS = [
 @pytest.mark.parametrize(("given", "fate", "said"), SETTINGS, ids=[one for one, *_ in SETTINGS])
 def test_what_becomes_of_a_setting(given: str, fate: str, said: str):
     reading = settings(f"{PPO} {ROWS} {given}")
-    found = next(setting for setting in reading.settings if setting.fate == fate and setting.given not in ROWS)
-    assert said in f"{found.now} {found.said}"
+    setting = next(setting for setting in reading.settings if setting.fate == fate and setting.given not in ROWS)
+    assert said in f"{setting.now} {setting.reason}"
     kept = [said] if fate in (WORKS, RENAMED) else [given] if "val_only" in given else []
     assert reading.command == ["main.py", *ROWS.split(), *kept]
 
@@ -262,33 +254,31 @@ def test_a_trainer_of_a_recipes_own_is_not_passed_over():
     assert said == ["", "", f"notice: {mains[2]} is not read itself: its settings are taken as those of main_ppo.\n"]
 
 
-def test_a_key_of_a_users_own_goes_with_their_data_set():
-    assert settings(f"{PPO} {ROWS} +data.mine=1 data.custom_cls.path=f.py").command[-2] == "+data.mine=1"
+SFT = "torchrun --nproc_per_node=4 --nnodes=2 -m verl.trainer.fsdp_sft_trainer trainer.n_gpus_per_node=1"
+MIXED = "'+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: bf16, buffer_dtype: fp32}'"
+WHOLE = [  # (command, how the one for it ends): a user's own keys, workers that are set, a section's settings
+    (f"{PPO} {ROWS} +data.mine=1 data.custom_cls.path=f.py", ["+data.mine=1", "data.custom_cls.path=f.py"]),
+    (SFT, ["trainer.n_gpus_per_node=1", "trainer.nnodes=2"]),
+    (f"{PPO} {MIXED}", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16"]),
+]
 
 
-def test_torchruns_workers_yield_to_those_that_are_set():
-    launch = "torchrun --nproc_per_node=4 --nnodes=2 -m verl.trainer.fsdp_sft_trainer trainer.n_gpus_per_node=1"
-    assert settings(launch).command[2:] == ["trainer.n_gpus_per_node=1", "trainer.nnodes=2"]
+@pytest.mark.parametrize(("command", "end"), WHOLE)
+def test_what_a_command_becomes_as_a_whole(command: str, end: list[str]):
+    assert settings(command).command[-len(end) :] == end
 
 
-@pytest.mark.parametrize(
-    ("sections", "command"),
-    [
-        ("optim: {lr: 1.0e-5}\nmodel: {path: m}", "extras.sft"),
-        ("model: {path: m}\nrollout: {temperature: 0.5}", "extras.evaluation.main_generation"),
-        ("optim: {lr: 1.0e-5}\nalgorithm: {gamma: 1.0}", "main.py"),
-    ],
-)
+SECTIONS = [
+    ("optim: {lr: 1.0e-5}\nmodel: {path: m}", "extras.sft"),
+    ("model: {path: m}\nrollout: {temperature: 0.5}", "extras.evaluation.main_generation"),
+    ("optim: {lr: 1.0e-5}\nalgorithm: {gamma: 1.0}", "main.py"),
+]
+
+
+@pytest.mark.parametrize(("sections", "command"), SECTIONS)
 def test_a_yaml_is_for_the_command_whose_sections_it_has(sections: str, command: str, tmp_path: Path):
     [reading], _ = read_source(write(tmp_path, sections, "mine.yaml"), [])
     assert command in reading.command[:2]
-
-
-def test_a_section_is_judged_by_its_settings():
-    sizes = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
-    reading = settings(f"{PPO} {ROWS} '+actor_rollout_ref.actor.fsdp_config.mixed_precision={sizes}'")
-    assert [setting.fate for setting in reading.settings[2:]] == [RENAMED, RENAMED, NO_EFFECT]
-    assert reading.command[-1] == "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=float32"
 
 
 def test_a_yaml_is_judged_by_what_it_composes(tmp_path: Path, capsys: pytest.CaptureFixture):

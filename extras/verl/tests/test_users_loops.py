@@ -26,7 +26,7 @@ from tests.engines import Scripted
 from tests.runs import compose
 from training.environment import begin_episodes, load_agents
 from training.metric_utils import compute_data_metrics
-from training.reward import add_scores, load_reward_manager
+from training.reward import add_scores
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
 from workers.agents.episode import Limits
@@ -38,6 +38,7 @@ TOKENIZER = build_tokenizer()
 SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 24, stop_token_ids=tuple(range(0, 60, 3)))
 WIDTH = 24
 MESSAGES = [{"role": "user", "content": "1+1=?"}]
+TOOLS = "actor_rollout_ref.rollout.multi_turn"
 
 
 @pytest.fixture(autouse=True)
@@ -117,11 +118,8 @@ class Always(ToolParser):
 def test_a_loop_with_a_tool_and_two_turns_makes_the_rows_of_our_own_episode(tiny_model: Path):
     """Equal draws of a real engine: ids, masks, log-probs, turns and end reasons are equal."""
     register("looker")(Looker)
-    tools = "actor_rollout_ref.rollout.multi_turn"
-    config = settings(
-        f"{tools}.enable=true", f"{tools}.function_tool_path={__file__}", f"{tools}.format=always",
-        f"{tools}.max_assistant_turns=2",
-    )  # fmt: skip
+    more = (f"{TOOLS}.function_tool_path={__file__}", f"{TOOLS}.format=always", f"{TOOLS}.max_assistant_turns=2")
+    config = settings(f"{TOOLS}.enable=true", *more)
     module = load_causal_lm(ModelConfig(path=str(tiny_model)), torch.device("cpu"), torch.float32, longest=500)
     engine = build_rollout(
         HFRollout, config.actor_rollout_ref.rollout, AutoTokenizer.from_pretrained(tiny_model), module
@@ -163,45 +161,6 @@ def test_what_a_loop_says_of_its_row_becomes_columns_scores_and_metrics():
         batch.batch[name] = batch.batch["token_level_scores"]
     metrics = compute_data_metrics(batch, use_critic=False)
     assert (metrics["agent_loop/generate_sequences/mean"], metrics["num_turns/mean"]) == (2.0, 2.0)
-
-
-def test_several_outputs_are_rows_of_one_episode_of_which_the_last_is_scored():
-    @register("halves")
-    class Halves(AgentLoopBase):
-        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
-            prompt = kwargs["raw_prompt_ids"]
-            answers = [await self.server_manager.generate("a", prompt_ids=prompt) for _ in range(2)]
-            return [output(prompt, list(done)) for done in answers]
-
-    batch = add_scores(played("halves", count=2), FunctionReward(lambda solution_str, **_: 1.0), TOKENIZER)
-    assert len(batch) == 4 and len(set(batch.episode)) == 2
-    assert batch.batch["token_level_scores"].sum(1).tolist() == [0, 1, 0, 1]
-
-
-def test_rows_that_bring_no_score_are_scored_once_while_others_are_played(tmp_path: Path):
-    """Of three episodes the first is scored by the reward, the second by its loop, and of the third the last row."""
-
-    @register("mixed")
-    class Mixed(AgentLoopBase):
-        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
-            place, prompt = kwargs["extra_info"]["index"], kwargs["raw_prompt_ids"]
-            done = await self.server_manager.generate("a", prompt_ids=prompt)
-            brought = 0.5 if place == 1 else None
-            return [output(prompt, list(done), reward_score=brought) for _ in range(2 if place == 2 else 1)]
-
-    (tmp_path / "mine.py").write_text(
-        "from pathlib import Path\n"
-        "def compute_score(solution_str, extra_info):\n"
-        "    with (Path(__file__).parent / 'calls').open('a') as file: file.write(f'{extra_info[\"index\"]} ')\n"
-        "    return float(solution_str)\n"
-    )
-    config = settings(f"reward.custom_reward_function.path={tmp_path}/mine.py", "reward.num_workers=1")
-    reward = load_reward_manager(config.reward, TOKENIZER, None)
-    loop = AgentLoop(config, TOKENIZER, Scripted(config, TOKENIZER, lambda text, times: "12"), None)
-    batch = loop.generate_sequences(prompts("mixed", 3), SAMPLED, seed=7, first_row=0)
-    batch = add_scores(batch, reward, TOKENIZER, config.reward)
-    assert batch.token_level_scores.sum(1).tolist() == [12.0, 0.5, 0.0, 12.0]
-    assert sorted((tmp_path / "calls").read_text().split()) == ["0", "2"]
 
 
 def test_a_loop_of_a_yaml_gets_its_settings_and_verls_arguments(tmp_path: Path):
@@ -303,18 +262,18 @@ def test_an_episode_by_path_is_played_by_the_loop(tmp_path: Path):
     assert told == "12<|end|><|user|>1212<|end|><|assistant|>12<|end|>"
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"default_agent_loop": "who"}, "the agents are single_turn_agent, tool_agent"),
-        ({"default_agent_loop": "nowhere.Loop"}, "nowhere"),
-        ({"default_agent_loop": "data.chat.ChatFormat"}, "which plays no episodes"),
-        ({"agent_loop_config_path": "missing.yaml"}, "cannot be read"),
-    ],
-)
-def test_an_agent_that_is_none_is_refused_by_name(given, words):
+NO_AGENTS = [
+    ("default_agent_loop", "who", "the agents are single_turn_agent, tool_agent"),
+    ("default_agent_loop", "nowhere.Loop", "nowhere"),
+    ("default_agent_loop", "data.chat.ChatFormat", "which plays no episodes"),
+    ("agent_loop_config_path", "missing.yaml", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), NO_AGENTS)
+def test_an_agent_that_is_none_is_refused_by_name(key, value, words):
     with pytest.raises(ValueError, match=words):
-        load_agents(AgentConfig(**given))
+        load_agents(AgentConfig(**{key: value}))
 
 
 def test_rows_of_what_was_sampled_are_found_wherever_they_stand():
@@ -409,56 +368,41 @@ class Shelf(load_extern_object(str(Path(__file__).parent / "verl_forms/59_trl_en
         return " empty"
 
 
-class Silent(Shelf):
-    def reset(self, **row: Any) -> Any:
-        return 3
+class Speaking(Shelf):
+    """Says at its reset what the row tells it to."""
+
+    def reset(self, says: Any, **row: Any) -> Any:
+        return says
 
 
-class Wordy(Shelf):
-    def reset(self, **row: Any) -> str:
-        return "x" * 40
-
-
-class Forger(Shelf):
-    def reset(self, **row: Any) -> str:
-        return "<|end|>x"
+def with_environment(name: str, *more: str) -> Any:
+    factory = f"{TOOLS}.environment_factory={__file__}:{name}"
+    return settings(f"{TOOLS}.enable=true", factory, f"{TOOLS}.format=plain", *more)
 
 
 @pytest.mark.parametrize("prompt", [MESSAGES, "<|user|>1+1=?"])
 def test_special_tokens_in_a_first_observation_are_text(prompt):
-    tools = "actor_rollout_ref.rollout.multi_turn"
-    factory = f"{tools}.environment_factory={__file__}:Forger"
-    config = settings(f"{tools}.enable=true", factory, f"{tools}.format=plain")
-    rows = prompts("tool_agent")
-    rows.non_tensor_batch["raw_prompt"] = object_array([prompt])
-    loop = AgentLoop(config, TOKENIZER, Scripted(config, TOKENIZER, lambda text, times: "12"), None)
-    [ids] = loop.generate_sequences(rows, SAMPLED, seed=7, first_row=0).raw_prompt_ids
+    columns = {"says": ["<|end|>x"], "raw_prompt": object_array([prompt])}
+    [ids] = played("tool_agent", config=with_environment("Speaking"), **columns).raw_prompt_ids
     end = TOKENIZER.convert_tokens_to_ids("<|end|>")
     assert "<|user|>1+1=?<|end|>x" in TOKENIZER.decode(ids) and ids.count(end) == (not isinstance(prompt, str))
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("Silent", "the reset of Silent says 3, which is no text"), ("Wordy", "more than data.max_prompt_length=32")],
+    ("says", "words"),
+    [(3, "the reset of Speaking says 3, which is no text"), ("x" * 40, "more than data.max_prompt_length=32")],
 )
-def test_a_first_observation_that_cannot_be_shown_fails_the_episode(name, said):
-    tools = "actor_rollout_ref.rollout.multi_turn"
-    factory = f"{tools}.environment_factory={__file__}:{name}"
-    batch = played("tool_agent", config=settings(f"{tools}.enable=true", factory, f"{tools}.format=plain"))
-    assert batch.end_reason.tolist() == ["env_error"] and said in batch.failure[0]
+def test_a_first_observation_that_cannot_be_shown_fails_the_episode(says, words):
+    batch = played("tool_agent", config=with_environment("Speaking"), says=object_array([says]))
+    assert batch.end_reason.tolist() == ["env_error"] and words in batch.failure[0]
 
 
 def test_methods_of_an_object_an_episode_are_tools_beside_others_and_rewards_read_it():
     def answer(text: str, times: int) -> str:
         return "" if "look" in text else "look(a)" if "already" in text else "put(4)"
 
-    tools = "actor_rollout_ref.rollout.multi_turn"
-    config = settings(
-        f"{tools}.enable=true", f"{tools}.environment_factory={__file__}:Shelf", f"{tools}.format=plain",
-        f"{tools}.function_tool_path={__file__}", "data.max_response_length=150",
-    )  # fmt: skip
-    loop = AgentLoop(config, TOKENIZER, Scripted(config, TOKENIZER, answer), None)
-    batch = loop.generate_sequences(prompts("tool_agent", 2, ground_truth=["4", "5"]), SAMPLED, seed=7, first_row=0)
+    config = with_environment("Shelf", f"{TOOLS}.function_tool_path={__file__}", "data.max_response_length=150")
+    batch = played("tool_agent", answer, 2, config, ground_truth=["4", "5"])
     assert batch.failure.tolist() == [None, None] and batch.tool_call_counts.tolist() == [3, 3], batch.failure
     said = TOKENIZER.decode(batch.input_ids[0][batch.attention_mask[0] == 1])
     assert said.startswith("<|user|>1+1=? empty<|end|><|assistant|>put(4)<|end|><|tool|>1 books<|end|>")

@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 
 import extras.rules.gsm8k
 import training.core_algos
-from configs.schema import AGGREGATION_MODES, DataConfig, RewardConfig, RewardFunctionConfig
+from configs.schema import AGGREGATION_MODES, RewardConfig, RewardFunctionConfig
 from data.protocol import DataProto, object_array
-from data.sampler import AbstractCurriculumSampler
+from data.tools import BaseTool
 from extras.rollout_correction.correction import compute_rollout_correction_and_rejection_mask, correct_log_probs
 from extras.rollout_correction.settings import RolloutCorrectionConfig
 from extras.verl.compat import (
     ActorConfig,
+    OpenAIFunctionParametersSchema,
+    OpenAIFunctionSchema,
+    OpenAIFunctionToolSchema,
     as_torch_index,
     compute_entropy_loss,
-    compute_grpo_vectorized_outcome_advantage,
-    compute_multi_turn_optimal_token_baseline_advantage,
     compute_policy_loss,
     compute_policy_loss_reinforce,
     compute_rewards,
@@ -39,7 +40,7 @@ from extras.verl.compat import (
 )
 from extras.verl.imports import names_of_verl
 from tests.batches import aggregate, close
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
+from training.core_algos import get_policy_loss_fn
 from training.reward import load_reward_manager
 from workers.scoring_model import logprobs_and_entropy_from_logits
 
@@ -54,35 +55,17 @@ ANCHOR = (
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 9))
+@given(st.integers(0, 9), st.integers(1, 9))
 def test_padding_repeats_from_the_first_row_and_unpadding_drops_it(n, divisor):
     data = DataProto.from_single_dict({"obs": torch.arange(n), "label": [f"r{i}" for i in range(n)]}, {"name": "abc"})
     padded, pad_size = pad_dataproto_to_divisor(data, divisor)
-    assert len(padded) == math.ceil(n / divisor) * divisor == n + pad_size
+    assert len(padded) == math.ceil(n / divisor) * divisor == n + pad_size  # an empty batch stays empty
     assert padded.obs.tolist() == [i % n for i in range(len(padded))]
     assert padded.label.tolist() == [f"r{i % n}" for i in range(len(padded))]
     assert padded.meta_info is data.meta_info
     assert (padded is data) == (pad_size == 0)
     unpadded = unpad_dataproto(padded, pad_size)
     assert unpadded.obs.tolist() == data.obs.tolist() and unpadded.label.tolist() == data.label.tolist()
-
-
-def test_an_empty_batch_is_not_padded(caplog):
-    data = DataProto.from_single_dict({"obs": torch.zeros(0)})
-    assert pad_dataproto_to_divisor(data, 4) == (data, 0)
-    assert "cannot be padded" in caplog.text
-
-
-def test_a_curriculum_without_update_cannot_be_made():
-    class Forgetful(AbstractCurriculumSampler):
-        def __iter__(self):
-            return iter([])
-
-        def __len__(self):
-            return 0
-
-    with pytest.raises(TypeError, match="update"):
-        Forgetful([0], DataConfig())
 
 
 def test_response_mask_ends_with_the_first_eos_of_any_kind():
@@ -93,61 +76,43 @@ def test_response_mask_ends_with_the_first_eos_of_any_kind():
     assert either.tolist()[3] == [True, True, True, False]
 
 
-def test_ragged_lists_are_padded_on_the_right_to_the_longest_or_more():
+def test_lists_and_tensors_are_padded_and_never_cut():
     ragged = [[1, 2, 3], [], [4]]
     assert pad_2d_list_to_length(ragged, 0).tolist() == [[1, 2, 3], [0, 0, 0], [4, 0, 0]]
     assert pad_2d_list_to_length(ragged, 9, max_length=4).tolist() == [[1, 2, 3, 9], [9, 9, 9, 9], [4, 9, 9, 9]]
-    assert pad_2d_list_to_length(ragged, 9, max_length=2).shape == (3, 3)
     assert pad_2d_list_to_length([[-0.5], [-1.0, -2.0]], 0.0).dtype == torch.float32
-
-
-def test_sequences_are_padded_on_the_chosen_side_and_never_truncated():
     ids = torch.tensor([[1, 2]])
     assert pad_sequence_to_length(ids, 4, 9).tolist() == [[1, 2, 9, 9]]
     assert pad_sequence_to_length(ids, 4, 9, left_pad=True).tolist() == [[9, 9, 1, 2]]
     assert pad_sequence_to_length(ids, 1, 9).tolist() == [[1, 2]]
 
 
-def test_postprocess_pads_ids_and_mask_alike():
-    ids, mask = torch.tensor([[1, 2]]), torch.tensor([[1, 1]])
-    left = postprocess_data(ids, mask, 3, pad_token_id=9)
-    right = postprocess_data(ids, mask, 3, pad_token_id=9, left_pad=False)
-    assert [t.tolist() for t in left] == [[[9, 1, 2]], [[0, 1, 1]]]
-    assert [t.tolist() for t in right] == [[[1, 2, 9]], [[1, 1, 0]]]
+LENGTHS = [  # (max_length, settings, ids; the mask is ten times them, or 0) of ids 1 to 6
+    (3, {"truncation": "left"}, [4, 5, 6]), (3, {"truncation": "right"}, [1, 2, 3]),
+    (3, {"truncation": "middle"}, [1, 5, 6]), (4, {"truncation": "middle"}, [1, 2, 5, 6]),
+    (1, {"truncation": "middle"}, [6]), (6, {}, [1, 2, 3, 4, 5, 6]), (7, {}, [9, 1, 2, 3, 4, 5, 6]),
+    (7, {"left_pad": False}, [1, 2, 3, 4, 5, 6, 9]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("truncation", "max_length", "kept"),
-    [
-        ("left", 3, [4, 5, 6]),
-        ("right", 3, [1, 2, 3]),
-        ("middle", 3, [1, 5, 6]),
-        ("middle", 4, [1, 2, 5, 6]),
-        ("middle", 1, [6]),
-        ("error", 6, [1, 2, 3, 4, 5, 6]),
-    ],
-)
-def test_truncation_names_the_side_that_is_cut(truncation, max_length, kept):
+@pytest.mark.parametrize(("max_length", "settings", "expected"), LENGTHS)
+def test_ids_and_mask_are_padded_or_cut_alike(max_length, settings, expected):
     ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
-    out_ids, out_mask = postprocess_data(ids, ids * 10, max_length, pad_token_id=0, truncation=truncation)
-    assert out_ids.tolist() == [kept]
-    assert out_mask.tolist() == [[10 * token for token in kept]]
+    found, mask = postprocess_data(ids, ids * 10, max_length, pad_token_id=9, **settings)
+    assert found.tolist() == [expected] and mask.tolist() == [[10 * token % 90 for token in expected]]
 
 
-def test_postprocess_refuses_what_it_may_not_cut():
+def test_what_may_not_be_cut_is_refused():
     ids = torch.ones(1, 5, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match="5 tokens, but at most 3"):
         postprocess_data(ids, ids, 3, pad_token_id=0)
     with pytest.raises(AssertionError, match="truncation is 'both'"):
         postprocess_data(ids, ids, 3, pad_token_id=0, truncation="both")
-    with pytest.raises(AssertionError, match=r"shape \(5,\)"):
-        postprocess_data(ids[0], ids[0], 3, pad_token_id=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_entropy_is_that_of_the_trainer(dtype):
+def test_entropy_is_that_of_the_trainer():
     torch.manual_seed(0)
-    logits = (torch.randn(2, 3, 5) * 4).to(dtype)
+    logits = (torch.randn(2, 3, 5) * 4).bfloat16()
     _, expected = logprobs_and_entropy_from_logits(logits, torch.zeros(2, 3, dtype=torch.int64))
     assert entropy_from_logits(logits).dtype == torch.float32
     close(entropy_from_logits(logits), expected)
@@ -178,19 +143,6 @@ def test_group_statistics_by_hand():
     close(std, [1e-3, 1, 1, math.sqrt(2)])  # at least sqrt(eps); 1 for a group of one or none
     close(count, [3, 1, 0, 2])
     assert [len(part) for part in group_mean_std(torch.tensor([]), torch.tensor([]))] == [0, 0, 0]
-    with pytest.raises(ValueError, match="group of 1 rows, but response_mask has 2"):
-        group_mean_std(torch.tensor([1.0, 2.0]), torch.tensor([0]))
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (compute_grpo_vectorized_outcome_advantage, "grpo_vectorized"),
-        (compute_multi_turn_optimal_token_baseline_advantage, "tir_optimal_token_baseline"),
-    ],
-)
-def test_an_estimator_under_verls_name_is_the_registered_one(function, name):
-    assert function is ADV_ESTIMATOR_REGISTRY[name]
 
 
 def test_rewards_are_scores_less_the_kl():
@@ -198,18 +150,18 @@ def test_rewards_are_scores_less_the_kl():
     close(compute_rewards(scores, old, ref, kl_ratio=0.1), [[-0.1, 0.95]])
 
 
-def older_policy_loss(*args, **kwargs):
-    with pytest.warns(DeprecationWarning, match="compute_policy_loss is deprecated: call get_policy_loss_fn"):
-        return compute_policy_loss(*ANCHOR, *args, **kwargs)
-
-
 def test_the_older_policy_loss_returns_four_tensors_of_the_vanilla_loss():
-    found = older_policy_loss(0.2)
-    assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in found)
-    close(torch.stack(found), [0.607143, 0.285714, -0.016826, 0.0])
-    close(older_policy_loss(0.2, loss_agg_mode="seq-mean-token-sum")[0], 2.125)
+    results = compute_policy_loss(*ANCHOR, 0.2)
+    assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in results)
+    close(torch.stack(results), [0.607143, 0.285714, -0.016826, 0.0])
+    close(compute_policy_loss(*ANCHOR, 0.2, loss_agg_mode="seq-mean-token-sum")[0], 2.125)
     # Token (1, 3) then costs 2 · 2 where it cost 2 · 3.
-    close(older_policy_loss(0.2, clip_ratio_c=2.0)[0], 0.607143 - 2 / 7)
+    close(compute_policy_loss(*ANCHOR, 0.2, clip_ratio_c=2.0)[0], 0.607143 - 2 / 7)
+    low_and_high = compute_policy_loss(*ANCHOR, cliprange_low=0.05, cliprange_high=0.05)
+    assert compute_policy_loss(*ANCHOR, 0.05) == low_and_high
+    assert compute_policy_loss(*ANCHOR, 0.05, cliprange_high=0.4) != low_and_high
+    with pytest.raises(ValueError, match="pass cliprange, or both"):
+        compute_policy_loss(*ANCHOR, cliprange_low=0.2)
 
 
 def test_losses_are_called_as_verls_own_tests_call_them():
@@ -222,16 +174,6 @@ def test_losses_are_called_as_verls_own_tests_call_them():
     close(compute_policy_loss_reinforce(**given)[0], -(ANCHOR[2] * ANCHOR[1] * ANCHOR[3]).sum() / 2)
     with pytest.raises(TypeError, match="clip_ration"):
         ActorConfig(clip_ration=0.1)
-
-
-def test_low_and_high_default_to_cliprange():
-    assert older_policy_loss(0.05) == older_policy_loss(cliprange_low=0.05, cliprange_high=0.05)
-    assert older_policy_loss(0.05) != older_policy_loss(0.05, cliprange_high=0.4) != older_policy_loss(0.4)
-
-
-def test_a_missing_bound_is_refused():
-    with pytest.raises(ValueError, match="pass cliprange, or both"):
-        older_policy_loss(cliprange_low=0.2)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
@@ -270,21 +212,21 @@ def test_every_name_of_verl_in_the_table_is_there():
             assert getattr(importlib.import_module(module), name, None) is not None, f"{module}.{name}"
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("from verl.protocol import BatchData", "verl.protocol.BatchData is not here: use what the roles return"),
-        ("import verl.workers.fsdp_workers", "verl.workers.fsdp_workers is not here: use workers.model_worker"),
-        ("from verl.utils import fsdp_utils", "verl.utils.fsdp_utils is not here: use extras/sharding/fsdp2.py"),
-        ("from verl.models.transformers.llama import Llama", "verl.models is not here: use transformers' Auto"),
-        ("from verl.utils.reward_score import gsm8kk", "Did you mean verl.utils.reward_score.gsm8k?"),
-        ("from verl.trainer.ppo.ray_trainer import apply_kl_penalty", "use training.advantage.kl_in_reward"),
-        ("from verl.trainer.main_ppo import TaskRunner", "with trainer.cls=FILE for a trainer of yours"),
-        ("from verl.trainer.ppo.v1.trainer_base import PPOTrainer", "subclass RayPPOTrainer (trainer.cls=FILE)"),
-        ("from verl.single_controller.ray import RayWorkerGroup", "use trainer.n_gpus_per_node, which starts"),
-        ("import verl.nothing.at_all", "extras/verl/names.yaml lists the names of verl that are"),
-    ],
-)
+ABSENT = [  # (an import, how its error goes on)
+    ("from verl.protocol import BatchData", "verl.protocol.BatchData is not here: use what the roles return"),
+    ("import verl.workers.fsdp_workers", "verl.workers.fsdp_workers is not here: use workers.model_worker"),
+    ("from verl.utils import fsdp_utils", "verl.utils.fsdp_utils is not here: use extras/sharding/fsdp2.py"),
+    ("from verl.models.transformers.llama import Llama", "verl.models is not here: use transformers' Auto"),
+    ("from verl.utils.reward_score import gsm8kk", "Did you mean verl.utils.reward_score.gsm8k?"),
+    ("from verl.trainer.ppo.ray_trainer import apply_kl_penalty", "use training.advantage.kl_in_reward"),
+    ("from verl.trainer.main_ppo import TaskRunner", "with trainer.cls=FILE for a trainer of yours"),
+    ("from verl.trainer.ppo.v1.trainer_base import PPOTrainer", "subclass RayPPOTrainer (trainer.cls=FILE)"),
+    ("from verl.single_controller.ray import RayWorkerGroup", "use trainer.n_gpus_per_node, which starts"),
+    ("import verl.nothing.at_all", "extras/verl/names.yaml lists the names of verl that are"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), ABSENT)
 def test_a_name_that_is_not_here_is_an_import_error_of_one_line(line, said):
     with pytest.raises(ImportError, match=re.escape(said)) as caught:
         exec(line, {})
@@ -341,14 +283,14 @@ def test_a_batch_becomes_a_tensordict_and_comes_back():
         DataProto.from_dict({"x": torch.arange(3)}, meta_info={"x": 1}).to_tensordict()
 
 
-def test_rows_repeat_unfold_and_pad():
-    data = DataProto.from_dict({"a": torch.arange(4).reshape(2, 2)}, {"b": np.array([["p", "q"], ["r", "s"]])})
-    assert data.sample_level_repeat(torch.tensor([2, 0])).batch["a"].tolist() == [[0, 1], [0, 1]]
-    unfolded = data.unfold_column_chunks(2, ["b"])
-    assert unfolded.batch["a"].tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert unfolded.non_tensor_batch["b"].tolist() == [["p"], ["q"], ["r"], ["s"]]
-    data.padding(1)
-    assert data.batch["a"][:, 0].tolist() == [0, 2, 2] and not data.is_padding_enabled()
-    even = DataProto.from_single_dict({"a": torch.arange(5)}, auto_padding=True)
-    assert even.is_padding_enabled() and [len(part) for part in even.chunk(2)] == [3, 2]
-    assert "a: (3, 2) (torch.int64) cpu" in data.get_data_info()
+def test_verls_schema_classes_are_read_by_attribute_and_by_key():
+    parameters = OpenAIFunctionParametersSchema(type="object", properties={"x": {"type": "string"}}, required=["x"])
+    function = OpenAIFunctionSchema(name="f", description="Does.", parameters=parameters)
+    schema = OpenAIFunctionToolSchema(type="function", function=function)
+    assert schema.function.parameters.properties.x.type == "string"
+    assert OpenAIFunctionToolSchema.model_validate(schema.model_dump(exclude_unset=True)) == schema
+    assert BaseTool({}, schema).name == "f"
+    schema.model_dump()["function"]["name"] = "other"  # of a dict of its own
+    assert schema["function"]["name"] == "f"
+    with pytest.raises(AttributeError, match="the schema has no 'nam'"):
+        schema.nam  # noqa: B018

@@ -33,7 +33,7 @@ from extras.sft.verl_datasets import MultiTurnSFTDataset, VerlSFTDataset
 from extras.tools import files as tool_files
 from extras.verl.compat import find_latest_ckpt_path
 from extras.verl.imports import table_of_verl
-from extras.verl.managers import move_to_policy
+from extras.verl.managers import get_reward_manager_cls, move_to_policy, register
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import Estimator
@@ -145,6 +145,14 @@ def test_a_managers_score_goes_to_the_last_token_of_the_policy():
     assert moved.nonzero().tolist() == [[0, 1], [3, int(data.batch["response_mask"][3].sum()) - 1]]
 
 
+def test_an_unknown_manager_and_a_name_used_twice_are_refused():
+    with pytest.raises(ValueError, match=r"Unknown reward manager: nobody.*@register\('nobody'\)"):
+        scored("01", "reward.reward_manager.name=nobody")
+    assert register("of the tests")(Arrow) is register("of the tests")(Arrow) is get_reward_manager_cls("of the tests")
+    with pytest.raises(ValueError, match="Arrow already"):
+        register("of the tests")(type("Two", (), {}))
+
+
 def test_a_judge_that_verl_serves_says_how_it_is_served_here():
     with pytest.raises(ValueError, match=r"needs reward_router_address and reward_model_tokenizer"):
         scored("09", f"{R}.path=FILE", f"{R}.name=compute_score_judged")
@@ -254,13 +262,9 @@ def played(agent: str, *overrides: str, answer: str = "4") -> DataProto:
     return loop.generate_sequences(prompts, SamplingParams(True, 1.0, -1, 1.0, 40), seed=0, first_row=0)
 
 
+SEEN = ["data_source", "ground_truth", "interaction_kwargs"]
 AGENTS = {  # what its rows are, turns, further columns
-    "37_agent_loop_single.py": (
-        "one_answer",
-        ["4"],
-        2,
-        {"seen": ["data_source", "ground_truth", "interaction_kwargs"]},
-    ),
+    "37_agent_loop_single.py": ("one_answer", ["4"], 2, {"seen": SEEN}),
     "38_agent_loop_two_turns.py": ("looker", ["4", "<|tool|>you said 1 characters", "4"], 4, {"tool_rewards": [0.0]}),
     "39_agent_loop_yaml.yaml": ("retrying", ["4"], 2, {"tries": 2}),
     "42_agent_loop_sequences.py": ("halves", ["4"], 2, {}),
