@@ -44,21 +44,21 @@ def last_boxed(text: str, commands: tuple[str, ...] = (r"\boxed", r"\fbox")) -> 
 
     The first of `commands` that occurs counts. A brace that is never closed makes it None, as in verl.
     """
-    start = next((place for command in commands if (place := text.rfind(command)) >= 0), -1)
+    start = next((at for command in commands if (at := text.rfind(command)) >= 0), -1)
     if start < 0:
         return None
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
-        if depth == 0 and text[place] == "}":
-            return text[start : place + 1]
+    for at in range(start, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if depth == 0 and text[at] == "}":
+            return text[start : at + 1]
     return None
 
 
 def boxed_content(text: str) -> str | None:
     r"""The content of the last \boxed{…}; None: there is none."""
-    found = last_boxed(text, (r"\boxed{",))
-    return None if found is None else found[len(r"\boxed{") : -1]
+    boxed = last_boxed(text, (r"\boxed{",))
+    return None if boxed is None else boxed[len(r"\boxed{") : -1]
 
 
 def is_equivalent(answer: str, truth: str) -> bool:

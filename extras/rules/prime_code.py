@@ -39,16 +39,16 @@ class TestCases:
     function: str | None = None
     asserts: tuple[str, ...] = ()
 
-    def stdin_of(self, place: int) -> str:
-        given = self.inputs[place]
+    def stdin_of(self, index: int) -> str:
+        given = self.inputs[index]
         if self.function is None or isinstance(given, str):
             return as_lines(given)
         return as_lines(map(json.dumps, [given] if isinstance(given, numbers.Real) else given))
 
-    def checks_of(self, place: int, secret: str) -> tuple[str, ...]:
+    def checks_of(self, index: int, secret: str) -> tuple[str, ...]:
         """Returns the programs that run after the response's in a case: its assert, and one that prints `secret`, by
         which a program that left before is told from one that held."""
-        return (self.asserts[place], f"print({secret!r})") if self.asserts else ()
+        return (self.asserts[index], f"print({secret!r})") if self.asserts else ()
 
 
 def compute_score(
@@ -74,13 +74,13 @@ def compute_score(
     results: list[dict[str, Any]] = []
     end, count = time.monotonic() + budget, len(cases.inputs)
     first = min(count, FIRST if continuous else 0)
-    for place in range(count):
+    for index in range(count):
         if time.monotonic() > end:
             break
-        cpu_seconds = CPU_SECONDS_ALONE if place < first else CPU_SECONDS
-        results.append(run_case(program, cases, place, cpu_seconds, end, memory_mb))
+        cpu_seconds = CPU_SECONDS_ALONE if index < first else CPU_SECONDS
+        results.append(run_case(program, cases, index, cpu_seconds, end, memory_mb))
         failed = any(result["result"] is not True for result in results)
-        if results[-1]["result"] == TOO_SLOW or (failed and place + 1 >= first):
+        if results[-1]["result"] == TOO_SLOW or (failed and index + 1 >= first):
             break
     passed = sum(result["result"] is True for result in results)
     is_right = passed == count > 0
@@ -88,19 +88,19 @@ def compute_score(
 
 
 def run_case(
-    program: str, cases: TestCases, place: int, cpu_seconds: float, end: float, memory_mb: int
+    program: str, cases: TestCases, index: int, cpu_seconds: float, end: float, memory_mb: int
 ) -> dict[str, Any]:
     """Returns {case, result: True, False, -1 (an error), -2 (no program) or -3 (too slow), output, error}.
 
     It ends at `end`, of time.monotonic()."""
     secret, left = secrets.token_hex(16), max(0.0, end - time.monotonic())
-    given, then = cases.stdin_of(place), cases.checks_of(place, secret)
+    given, then = cases.stdin_of(index), cases.checks_of(index, secret)
     limits = {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "memory_mb": memory_mb, "files_mb": FILES_MB}
     done = run_python(program, given, then=then, **limits)
     output = without_secret(done.output, secret) if then else done.output
-    result = judge(done.status, output, cases.outputs[place], by_value=cases.function is not None)
+    result = judge(done.status, output, cases.outputs[index], by_value=cases.function is not None)
     error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]
-    return {"case": place, "result": result, "output": done.output[:MOST_SHOWN], "error": error}
+    return {"case": index, "result": result, "output": done.output[:MOST_SHOWN], "error": error}
 
 
 def without_secret(output: str, secret: str) -> str | None:

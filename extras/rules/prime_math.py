@@ -54,13 +54,13 @@ def extract_answer(text: str) -> tuple[bool, str]:
 
 def after_last(text: str, marker: str) -> str:
     """The text after the last `marker`, in any case of letters; all of `text` without one."""
-    place = text.lower().rfind(marker)
-    return text if place < 0 else text[place + len(marker) :].strip()
+    start = text.lower().rfind(marker)
+    return text if start < 0 else text[start + len(marker) :].strip()
 
 
 def before_last(text: str, marker: str) -> str:
-    place = text.lower().rfind(marker)
-    return text if place < 0 else text[:place].strip()
+    start = text.lower().rfind(marker)
+    return text if start < 0 else text[:start].strip()
 
 
 def equal_as_text(answer: str, truth: str) -> bool:

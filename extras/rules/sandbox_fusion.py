@@ -51,7 +51,7 @@ def compute_score(
         return 0.0, [{"error": "there are no test cases"}]
     server = Server(url, semaphore or nullcontext(), memory_limit_mb or 1024, timeout)
     with ThreadPoolExecutor(min(len(places), AT_ONCE)) as pool:
-        results = list(pool.map(lambda place: server.run_case(program, cases, place), places))
+        results = list(pool.map(lambda index: server.run_case(program, cases, index), places))
     return sum(result["result"] is True for result in results) / len(results), results
 
 
@@ -78,19 +78,19 @@ class Server:
     memory_limit_mb: int
     timeout: int
 
-    def run_case(self, program: str, cases: TestCases, place: int) -> dict[str, Any]:
-        """Returns {case, result: True, False, -1 (the server), -2 (an error), -3 (too slow), -4 (no program), said}."""
+    def run_case(self, program: str, cases: TestCases, index: int) -> dict[str, Any]:
+        """Returns {case, answer, result: True, False, -1 (server), -2 (an error), -3 (too slow), -4 (no program)}."""
         secret = secrets.token_hex(16)
-        checks = cases.checks_of(place, secret)
+        checks = cases.checks_of(index, secret)
         try:
             with self.semaphore:
-                answer = self.post("\n\n".join((program, *checks)), cases.stdin_of(place))
+                answer = self.post("\n\n".join((program, *checks)), cases.stdin_of(index))
         except ValueError as error:  # RequestRefused
             if error.status not in REFUSED_PROGRAM:
                 raise
-            return {"case": place, "result": SERVER_ERROR, "said": f"{error}"}
-        result = read_result(answer, cases.outputs[place], secret if checks else None)
-        return {"case": place, "result": result, "said": answer}
+            return {"case": index, "result": SERVER_ERROR, "answer": f"{error}"}
+        result = read_result(answer, cases.outputs[index], secret if checks else None)
+        return {"case": index, "result": result, "answer": answer}
 
     def post(self, code: str, stdin: str) -> dict[str, Any]:
         """Returns the server's answer. A gateway that gave up (504) is asked again, twice.

@@ -16,14 +16,10 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compute_score(
-    solution_str: str,
-    ground_truth: Any,
-    method: str = "strict",
-    format_score: float = 0.0,
-    score: float = 1.0,
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` if the answer is one of ground_truth["target"], or of a ground truth that is no dict, `format_score` if
-    it is another, 0 if there is none.
+    """Returns `score` if the answer is one of ground_truth["target"], or of a ground truth that is no dict,
+    `format_score` if it is another, 0 if there is none.
 
     `score` / 4 where <answer> or </answer> occurs more than ten times. `method` changes nothing, as in verl.
     """
@@ -35,29 +31,25 @@ def compute_score(
 
 
 def compute_score_subem(
-    solution_str: str,
-    ground_truth: Any,
-    method: str = "strict",
-    format_score: float = 0.0,
-    score: float = 1.0,
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """As `compute_score`, but the answer need only contain a target; however many tags there are."""
+    """Scores as `compute_score`, but the answer need only contain a target, however many tags there are."""
     right = is_right(solution_str, ground_truth, subem_check)
     return 0.0 if right is None else score if right else format_score
 
 
 def is_right(text: str, ground_truth: Any, check: Callable[[str, Any], int]) -> int | None:
-    """Whether the last answer matches a target; None: there is no answer."""
+    """Says whether the last answer matches a target; None: there is no answer."""
     targets = ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth
-    found = last_answer(text)
-    return None if found is None else check(found, targets)
+    answer = last_answer(text)
+    return None if answer is None else check(answer, targets)
 
 
 def em_check(prediction: str, golden_answers: Any, matches: Callable[[str, str], bool] = operator.eq) -> int:
-    """1 if the prediction matches one of the answers, or the only one, both normalised; else 0."""
-    answers, found = as_text(golden_answers), normalise(prediction)
+    """Returns 1 if the prediction matches one of the answers, or the only one, both normalised; else 0."""
+    answers, text = as_text(golden_answers), normalise(prediction)
     answers = [answers] if isinstance(answers, str) else answers
-    return int(any(matches(found, normalise(as_text(one))) for one in answers))
+    return int(any(matches(text, normalise(as_text(answer))) for answer in answers))
 
 
 subem_check = partial(em_check, matches=operator.contains)
@@ -65,8 +57,8 @@ subem_check = partial(em_check, matches=operator.contains)
 
 def last_answer(text: str) -> str | None:
     """Returns the content of the last <answer>…</answer>; None: there is none."""
-    found = ANSWER.findall(text[: text.rfind(CLOSE) + len(CLOSE)])  # the rest would be searched from every <answer> on
-    return found[-1].strip() if found else None
+    answers = ANSWER.findall(text[: text.rfind(CLOSE) + len(CLOSE)])  # the rest is searched from every <answer> on
+    return answers[-1].strip() if answers else None
 
 
 def normalise(text: str) -> str:

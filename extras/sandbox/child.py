@@ -301,22 +301,22 @@ def make_filter(refused: list[int], processes: bool = False) -> list[Instruction
     return [*rules, (AT_LEAST, 0, 1, NEW_FROM), (RETURN, 0, 0, NO_SUCH_CALL), *rest]
 
 
-def argument_is(place: int, mask: int, values: Any, then: list[Instruction]) -> list[Instruction]:
-    """Returns instructions that go through `then` where the argument at `place`, masked, is one of `values`."""
+def argument_is(index: int, mask: int, values: Any, then: list[Instruction]) -> list[Instruction]:
+    """Returns instructions that go through `then` where the argument at `index`, masked, is one of `values`."""
     jumps = [(EQUAL, len(values) - number, 0, value) for number, value in enumerate(values)]
-    load = [(LOAD, 0, 0, 16 + 8 * place), (AND, 0, 0, mask & 0xFFFFFFFF)]
+    load = [(LOAD, 0, 0, 16 + 8 * index), (AND, 0, 0, mask & 0xFFFFFFFF)]
     return [*load, *jumps, (0x05, 0, 0, len(then)), *then]
 
 
-def make_hook(here: str) -> Callable[[str, tuple], None]:
-    """Returns a hook, which stays for good, that refuses processes, sockets, and changes of files outside `here`."""
+def make_hook(folder: str) -> Callable[[str, tuple], None]:
+    """Returns a hook, which stays for good, that refuses processes, sockets, and changes of files outside `folder`."""
 
     def refuse(event: str, arguments: tuple) -> None:
         refused = event.startswith(REFUSED_EVENTS) and not (event == "socket.__new__" and arguments[1] == AF_UNIX)
         if event.startswith(CHANGING_EVENTS) or (event == "open" and arguments[2] & WRITING):
             named = arguments[:1] if event == "open" else arguments[:2]
             paths = [os.path.realpath(path) for path in named if isinstance(path, str | bytes | os.PathLike)]
-            outside = [path for path in map(os.fsdecode, paths) if os.path.commonpath((here, path)) != here]
+            outside = [path for path in map(os.fsdecode, paths) if os.path.commonpath((folder, path)) != folder]
             refused = any(path != os.devnull for path in outside)
         if refused:
             raise PermissionError(f"{event} is not allowed in the sandbox")

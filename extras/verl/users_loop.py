@@ -230,12 +230,12 @@ class LoopEpisode(UsersEpisode):
         for output in outputs:
             sample, reason = sample_of(output, [*server.answers.values()], limits, width)
             passed_on = {name for name, it in output.extra_fields.items() if name in self.row and self.row[name] is it}
-            own = {name: it for name, it in output.extra_fields.items() if name not in passed_on}
+            extra = {name: it for name, it in output.extra_fields.items() if name not in passed_on}
             score = output.reward_score if output is outputs[-1] else output.reward_score or 0.0
             if score is not None:
                 check_reward(score := float(score))
-            told = {BROUGHT: score, "__agent_metrics__": dict(vars(output.metrics))}
-            finish_samples([sample], reason, beside(own, taken, "extra") | told, output.num_turns or server.requests)
+            columns = beside(extra, taken, "extra") | {BROUGHT: score, "__agent_metrics__": dict(vars(output.metrics))}
+            finish_samples([sample], reason, columns, output.num_turns or server.requests)
             samples.append(sample)
         if reason == "aborted":
             raise EpisodeFailed("aborted", "the engine aborted the last request")
