@@ -21,8 +21,8 @@ class RuleReward(FunctionReward):
         for position, row in rows.items():
             if find_rule(row.get("data_source")) is None:
                 raise ConfigError(
-                    f"nothing scores the responses: set env.id, or reward.custom_reward_function.path to a function, "
-                    f"{FORMS}. Row {position} has the data source {row.get('data_source')!r}; rules are there for "
+                    f"nothing scores the responses: set reward.custom_reward_function.path to a function, {FORMS}; or "
+                    f"env.id. The data source of row {position} is {row.get('data_source')!r}; rules are there for "
                     f"{', '.join(KNOWN)}."
                 )
         if any(runs_programs(row["data_source"]) for row in rows.values()):

@@ -284,7 +284,7 @@ def test_a_file_that_cannot_be_loaded_there_ends_the_wait_and_says_so(tmp_path):
 
 
 def test_an_argument_that_cannot_be_sent_is_refused(file):
-    with pytest.raises(ValueError, match=r"cannot be sent there .*extra_info.*reward.in_process=true"):
+    with pytest.raises(ValueError, match=r"cannot be sent to a process .*extra_info.*reward.in_process=true"):
         scorers(file).submit({"solution_str": lambda: 0})
 
 

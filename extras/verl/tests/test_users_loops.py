@@ -37,6 +37,7 @@ from workers.rollout import build_rollout
 TOKENIZER = build_tokenizer()
 SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 24, stop_token_ids=tuple(range(0, 60, 3)))
 WIDTH = 24
+FORMS = Path(__file__).parent / "verl_forms"
 MESSAGES = [{"role": "user", "content": "1+1=?"}]
 TOOLS = "actor_rollout_ref.rollout.multi_turn"
 
@@ -72,38 +73,20 @@ def output(prompt: list[int], ids: list[int], mask: list[int] | None = None, **f
     return AgentLoopOutput(prompt_ids=prompt, response_ids=ids, response_mask=mask or [1] * len(ids), **fields)
 
 
-class Looker(AgentLoopBase):
-    """Answers, is told how long the answer was, and answers again; verl's docs have such a loop."""
+class Looker(load_extern_object(str(FORMS / "38_agent_loop_two_turns.py"), "Looker")):
+    """The form's, which answers, is told how long the answer was, and answers again."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        width = self.config.actor_rollout_ref.rollout.response_length
-        prompt = await self.apply_chat_template(list(kwargs["raw_prompt"]))
-        ids, mask, log_probs = [], [], []
-
-        async def speak() -> str:
-            done = await self.server_manager.generate(
-                request_id="one", prompt_ids=prompt + ids, sampling_params=sampling_params
-            )
-            ids.extend(done.token_ids)
-            mask.extend([1] * len(done.token_ids))
-            log_probs.extend(done.log_probs)
-            return self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
-
-        told = [{"role": "tool", "content": look(await speak())}]
-        told = await self.apply_chat_template(told, remove_system_prompt=True)
-        if len(ids) + len(told) < width:
-            ids.extend(told)
-            mask.extend([0] * len(told))
-            log_probs.extend([0.0] * len(told))
-            await speak()
-        given = log_probs[:width] if len(log_probs) % 2 else None  # without them they are found
-        return output(prompt, ids[:width], mask[:width], response_logprobs=given, num_turns=4)
+        result = await super().run(sampling_params, **kwargs)
+        if len(result.response_ids) % 2:
+            result.response_logprobs = None  # then they are found
+        return result
 
 
 @function_tool
 def look(text: str) -> str:
     """How many characters a text has."""
-    return f"{len(text)}"
+    return f"you said {len(text)} characters"
 
 
 @ToolParser.register("always")
@@ -119,7 +102,7 @@ def test_a_loop_with_a_tool_and_two_turns_makes_the_rows_of_our_own_episode(tiny
     """Equal draws of a real engine: ids, masks, log-probs, turns and end reasons are equal."""
     register("looker")(Looker)
     more = (f"{TOOLS}.function_tool_path={__file__}", f"{TOOLS}.format=always", f"{TOOLS}.max_assistant_turns=2")
-    config = settings(f"{TOOLS}.enable=true", *more)
+    config = settings(f"{TOOLS}.enable=true", "data.max_response_length=64", *more)
     module = load_causal_lm(ModelConfig(path=str(tiny_model)), torch.device("cpu"), torch.float32, longest=500)
     engine = build_rollout(
         HFRollout, config.actor_rollout_ref.rollout, AutoTokenizer.from_pretrained(tiny_model), module
@@ -356,7 +339,7 @@ def test_a_request_that_a_loop_cancels_at_its_end_does_not_stay_in_the_engine():
     assert not engine.has_unfinished_requests()
 
 
-class Shelf(load_extern_object(str(Path(__file__).parent / "verl_forms/59_trl_environment.py"), "Shelf")):
+class Shelf(load_extern_object(str(FORMS / "59_trl_environment.py"), "Shelf")):
     """The form's, with a part that no other process can be given, and a first observation of one token."""
 
     def __init__(self) -> None:
@@ -401,12 +384,12 @@ def test_methods_of_an_object_an_episode_are_tools_beside_others_and_rewards_rea
     def answer(text: str, times: int) -> str:
         return "" if "look" in text else "look(a)" if "already" in text else "put(4)"
 
-    config = with_environment("Shelf", f"{TOOLS}.function_tool_path={__file__}", "data.max_response_length=150")
+    config = with_environment("Shelf", f"{TOOLS}.function_tool_path={__file__}", "data.max_response_length=200")
     batch = played("tool_agent", answer, 2, config, ground_truth=["4", "5"])
     assert batch.failure.tolist() == [None, None] and batch.tool_call_counts.tolist() == [3, 3], batch.failure
     said = TOKENIZER.decode(batch.input_ids[0][batch.attention_mask[0] == 1])
     assert said.startswith("<|user|>1+1=? empty<|end|><|assistant|>put(4)<|end|><|tool|>1 books<|end|>")
-    assert "It is there already." in said and "<|tool|>1<|end|>" in said
+    assert "It is there already." in said and "<|tool|>you said 1 characters<|end|>" in said
     travelled = pickle.loads(pickle.dumps(batch.non_tensor_batch["__environment__"]))
     assert [one.reward for one in travelled] == [1.0, 0.0] and travelled[0].books == ["4"]
     assert not {"lock", "_secret"} & vars(travelled[0]._environment).keys()

@@ -44,10 +44,6 @@ KL_IN_LOSS = f"{A}.use_kl_loss=True {A}.kl_loss_coef=0.001 {A}.kl_loss_type=low_
 KL_IN_REWARD = f"{A}.use_kl_loss=False algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl"
 
 COMMANDS = {
-    "grpo, old batch sizes": f"""
-        algorithm.adv_estimator=grpo {KL_IN_LOSS} {A}.ppo_micro_batch_size=256 {R}.log_prob_micro_batch_size=256
-        {F}.log_prob_micro_batch_size=256 {A}.grad_clip=1.0 +trainer.val_before_train=False
-        """,
     "grpo, balanced": f"""
         algorithm.adv_estimator=grpo {BY_TOKENS} {KL_IN_LOSS} {A}.strategy=fsdp2 {F}.strategy=fsdp2
         {A}.ulysses_sequence_parallel_size=2 {F}.ulysses_sequence_parallel_size=2 trainer.balance_batch=True
@@ -81,8 +77,6 @@ COMMANDS = {
         critic.ulysses_sequence_parallel_size=2 critic.cliprange_value=0.5 critic.fsdp.param_offload=True
         critic.checkpoint.save_contents=[model,optimizer] reward_model.launch_reward_fn_async=False
         """,
-    "remax": f"algorithm.adv_estimator=remax {BY_TOKENS} {KL_IN_REWARD} algorithm.kl_ctrl.kl_coef=0.001 {R}.n=4",
-    "reinforce++": f"algorithm.adv_estimator=reinforce_plus_plus {FIXED_SIZES} {KL_IN_LOSS} {A}.kl_loss_type=mse",
     "gspo": f"""
         algorithm.adv_estimator=grpo {BY_TOKENS} {A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode=seq-mean-token-mean
         {A}.clip_ratio_low=0.0003 {A}.clip_ratio_high=0.0004 {A}.clip_ratio_c=10.0 {A}.use_kl_loss=False
@@ -122,8 +116,6 @@ COMMANDS = {
         {A}.policy_loss.ppo_kl_coef=1.0 {A}.clip_ratio_low=1 {A}.clip_ratio_high=1
         """,
     "sapo": f"algorithm.adv_estimator=grpo {BY_TOKENS} {A}.policy_loss.loss_mode=sapo {A}.tau_pos=1.0 {A}.tau_neg=1.05",
-    "gpg": f"algorithm.adv_estimator=gpg {FIXED_SIZES} {A}.policy_loss.loss_mode=gpg {KL_IN_LOSS}",
-    "geo mean": f"algorithm.adv_estimator=grpo {FIXED_SIZES} {A}.policy_loss.loss_mode=geo_mean {A}.clip_ratio=0.4",
     "optimal token baseline": f"""
         algorithm.adv_estimator=optimal_token_baseline {BY_TOKENS} {A}.calculate_sum_pi_squared=True
         {A}.sum_pi_squared_checkpointing=False {R}.calculate_log_probs=True
