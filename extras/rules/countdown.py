@@ -23,10 +23,9 @@ OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 def compute_score(
     solution_str: str, ground_truth: dict[str, Any], format_score: float = 0.1, score: float = 1.0
 ) -> float:
-    """`score` for a right answer, `format_score` for another in the tags, 0 for none.
+    """Returns `score` for a right answer, `format_score` for another in the tags, 0 for none.
 
-    Args:
-        ground_truth: {"target": number, "numbers": list of whole numbers}.
+    `ground_truth` is {"target": number, "numbers": list of whole numbers}.
     """
     answer = last_answer(solution_str)
     if answer is None:
@@ -40,11 +39,7 @@ def compute_score(
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value of + - * / over whole numbers, and the numbers in it.
-
-    Raises:
-        ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError: it has none.
-    """
+    """Returns the exact value of + - * / over whole numbers, and the numbers in it; raises if it has none."""
     if len(expression) > LONGEST:
         raise ValueError(f"an expression of {len(expression)} characters")
     used: list[int] = []

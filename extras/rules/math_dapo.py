@@ -46,7 +46,7 @@ def judge(answer: str | None, is_right: bool) -> dict[str, Any]:
 
 
 def boxed_near_the_end(text: str, pause_tokens_index: list[int] | None) -> str | None:
-    """The boxed text in the last 100 characters, or from 100 before the last of four places on."""
+    """Returns the boxed text in the last 100 characters, or from 100 before the last of four places on."""
     if pause_tokens_index is None:
         return boxed_content(text[-BOX_LOOKED_AT:])
     if len(pause_tokens_index) != 4:
@@ -55,7 +55,7 @@ def boxed_near_the_end(text: str, pause_tokens_index: list[int] | None) -> str |
 
 
 def normalise(answer: str) -> str:
-    """An answer in one spelling, as Lewkowycz et al. (2022) compare them: no units, articles, spaces or dollars."""
+    """Spells an answer as Lewkowycz et al. (2022) compare them: no units, articles, spaces or dollars."""
     answer = answer.split("=")[-1]
     for old, new in SUBSTITUTIONS:
         answer = answer.replace(old, new)

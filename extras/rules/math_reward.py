@@ -8,13 +8,13 @@ INTEGER = r"(-?(?:0|[1-9]\d*))"
 
 
 def compute_score(solution_str: str, ground_truth: str | float) -> float:
-    """1.0 if the boxed answer is `ground_truth`, written in another way or not; else, and without a box, 0.0."""
+    """Returns 1.0 if the boxed answer is `ground_truth`, in whatever spelling; else, and without a box, 0.0."""
     answer = extract_answer(solution_str)
     return float(answer is not None and is_equivalent(answer, as_text(ground_truth)))
 
 
 def as_text(truth: Any) -> Any:
-    """A reference that is a number as answers write it, 72 for 72.0; any other as it is."""
+    """Writes a reference that is a number as answers do, 72 for 72.0; any other stays as it is."""
     if not isinstance(truth, numbers.Real):
         return truth
     is_whole = isinstance(truth, numbers.Integral) or float(truth).is_integer()
@@ -22,25 +22,25 @@ def as_text(truth: Any) -> Any:
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The content of the last box; "\boxed 5" means up to the next $. None: no box, an \fbox, or an open brace."""
+    r"""Returns the content of the last box; "\boxed 5" is up to the next $. None: no box, an \fbox, an open brace."""
     boxed = last_boxed_only_string(text)
     return None if boxed is None or boxed.startswith(r"\fbox") else remove_boxed(boxed)
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    r"""The last box with its command: "\boxed 5" up to the next $, else as `last_boxed`."""
+    r"""Returns the last box with its command: "\boxed 5" up to the next $, else as `last_boxed`."""
     return r"\boxed " + text.split(r"\boxed ")[-1].split("$")[0] if r"\boxed " in text else last_boxed(text)
 
 
 def remove_boxed(boxed: str) -> str:
-    r"""The content of "\boxed{…}" or "\boxed …"; anything else is refused (assert)."""
+    r"""Returns the content of "\boxed{…}" or "\boxed …"; anything else is refused (assert)."""
     spaced = boxed.startswith(r"\boxed ")
     assert spaced or (boxed.startswith(r"\boxed{") and boxed.endswith("}")), f"{boxed!r} is no \\boxed{{…}}"
     return boxed[len(r"\boxed ") :] if spaced else boxed[len(r"\boxed{") : -1]
 
 
 def last_boxed(text: str, commands: tuple[str, ...] = (r"\boxed", r"\fbox")) -> str | None:
-    r"""The last boxed expression with its command, "\boxed{…}", up to the brace that balances the first; None: none.
+    r"""Returns the last boxed expression with its command, up to the brace that balances the first; None: none.
 
     The first of `commands` that occurs counts. A brace that is never closed makes it None, as in verl.
     """
@@ -56,13 +56,13 @@ def last_boxed(text: str, commands: tuple[str, ...] = (r"\boxed", r"\fbox")) -> 
 
 
 def boxed_content(text: str) -> str | None:
-    r"""The content of the last \boxed{…}; None: there is none."""
+    r"""Returns the content of the last \boxed{…}; None: there is none."""
     boxed = last_boxed(text, (r"\boxed{",))
     return None if boxed is None else boxed[len(r"\boxed{") : -1]
 
 
 def is_equivalent(answer: str, truth: str) -> bool:
-    """Whether both are the same text when normalised; as they are, where that fails for either."""
+    """Says whether both are the same text when normalised; as they are, where that fails for either."""
     try:
         return normalise(answer) == normalise(truth)
     except ValueError:
@@ -70,7 +70,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
 
 
 def normalise(text: str) -> str:
-    r"""LaTeX in one spelling: no spaces, units, \left or degrees; \frac{a}{b} for 0.5 (that alone), a/b and \fracab.
+    r"""Spells LaTeX in one way: no spaces, units, \left or degrees; \frac{a}{b} for 0.5 (that alone), a/b and \fracab.
 
     Raises:
         ValueError: two units, or a \sqrt or \frac at the end.

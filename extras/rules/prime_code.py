@@ -120,12 +120,12 @@ def judge(status: int | None, output: str | None, expected: Any, by_value: bool)
 
 
 def as_lines(value: Any) -> str:
-    """A text as it is, a number as a text, the elements of anything else a line each."""
+    """Returns a text as it is, a number as a text, the elements of anything else a line each."""
     return str(value) if isinstance(value, str | numbers.Real) else "\n".join(map(str, value))
 
 
 def same_value(output: str, expected: Any) -> bool:
-    """Whether the last line of `output` is the JSON of `expected`, or of the one element that it holds."""
+    """Says whether the last line of `output` is the JSON of `expected`, or of the one element that it holds."""
     last = output.rstrip().rpartition("\n")[2].strip()
     if not last:  # the function did not return, not even None
         return False
@@ -138,7 +138,7 @@ def same_value(output: str, expected: Any) -> bool:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Equal but for spaces at the ends and empty lines; or as numbers, unless all are integers; or, line by line, as
+    """Compares but for spaces at the ends and empty lines; or as numbers, unless all are integers; or, line by line, as
     sets of words, so that order and repetition within a line do not count. Long texts: equal but for the ends."""
     if output.strip() == expected.strip():
         return True
@@ -157,7 +157,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def same_numbers(ours: list[str], theirs: list[str]) -> bool:
-    """Whether both are lines of as many numbers each, within 1e-5 of theirs."""
+    """Says whether both are lines of as many numbers each, within 1e-5 of theirs."""
     if [len(line.split()) for line in ours] != [len(line.split()) for line in theirs]:
         return False
     try:
@@ -190,13 +190,13 @@ def parse_test_cases(given: str | dict[str, Any]) -> TestCases:
 
 
 def python_block(text: str) -> str | None:
-    """The content of the last fence opened with "python", to its end or the text's; None: there is no such fence."""
+    """Returns the content of the last fence opened with "python", to its end or the text's; None: there is none."""
     _, opened, after = text.rpartition(f"{FENCE}python")
     return after.split(FENCE)[0] if opened else None
 
 
 def first_block(text: str) -> str | None:
-    """The content of the first fence, without the name of a language; None: there is none."""
+    """Returns the content of the first fence, without the name of a language; None: there is none."""
     _, opened, after = text.partition(FENCE)
     if not opened:
         return None
@@ -217,7 +217,7 @@ print(_json.dumps(_result) if _is_json else _result)
 
 
 def calling(code: str, function: str, always_json: bool) -> str:
-    """`code`, and after it a call of `function` that prints what it returns: as JSON, or a number or text as it is."""
+    """Appends a call of `function` to `code` that prints the result: as JSON, or a number or text as it is."""
     if not str(function).isidentifier():
         raise ValueError(f"fn_name {function!r} of the test cases is no name of a function.")
     return code + CALL.format(name=function, always=always_json)

@@ -35,7 +35,7 @@ def compute_score(model_output: str, ground_truth: str | float) -> tuple[bool, b
 
 
 def extract_answer(text: str) -> tuple[bool, str]:
-    """(whether an answer was announced or boxed and has a digit, the answer); else what is left of the whole text."""
+    """Returns (whether an answer was announced or boxed and has a digit, the answer, or what is left of the text)."""
     announced = False
     for marker in BEFORE_ANSWER:
         announced |= marker in text.lower()
@@ -53,7 +53,7 @@ def extract_answer(text: str) -> tuple[bool, str]:
 
 
 def after_last(text: str, marker: str) -> str:
-    """The text after the last `marker`, in any case of letters; all of `text` without one."""
+    """Returns the text after the last `marker`, in any case of letters; all of `text` without one."""
     start = text.lower().rfind(marker)
     return text if start < 0 else text[start + len(marker) :].strip()
 
@@ -64,7 +64,7 @@ def before_last(text: str, marker: str) -> str:
 
 
 def equal_as_text(answer: str, truth: str) -> bool:
-    """Grade A: equal in one of two spellings, or part by part: fractions as they are written, the rest by algebra."""
+    """Grades A: equal in one of two spellings, or part by part: fractions as they are written, the rest by algebra."""
     try:
         if normalise_latex(unwrap(answer)) == normalise_latex(unwrap(truth)):
             return True
@@ -82,7 +82,7 @@ def equal_as_text(answer: str, truth: str) -> bool:
 
 
 def equal_part(answer: str, truth: str) -> bool:
-    """A fraction has to be reduced as the reference's is, and what is an integer there is one here."""
+    """Compares by algebra; a fraction is to be reduced as the reference's is, and an integer to be one in both."""
     if FRACTION.fullmatch(answer) and FRACTION.fullmatch(truth):
         return answer == truth
     if bool(INTEGER.fullmatch(answer)) != bool(INTEGER.fullmatch(truth)):
@@ -97,7 +97,7 @@ def unwrap(text: str) -> str:
 
 
 def canonical(text: str) -> str:
-    """A second spelling: no units, percent or dollars; powers of ten for millions; 1+1/2 for 1 1/2; small letters."""
+    """Spells in a second way: no units, percent or dollars; powers of ten for millions; 1+1/2 for 1 1/2."""
     text = unwrap(text)
     for old, new in (("\\%", ""), ("%", ""), ("\\$", ""), ("$", ""), (" or ", " , "), (" and ", " , "), *POWERS.items(),
                      ("dfrac", "frac"), ("tfrac", "frac"), (",\\!", ""), ("\\circ", ""), ("\\left", ""),
@@ -115,14 +115,14 @@ def canonical(text: str) -> str:
 
 
 def parts(text: str) -> list[str]:
-    """The elements of a tuple or an interval; of anything else, itself."""
+    """Returns the elements of a tuple or an interval; of anything else, itself."""
     inside = text[1:-1]
     bracketed = len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not re.search(r"[()\[\]]", inside)
     return inside.split(",") if bracketed else [text]
 
 
 def equal_as_number(answer: str, truth: str, pi: float) -> bool:
-    """Grade B: equal letters, numbers within 0.01 % of the reference, a hundredth or a hundred times of it, or both
+    """Grades B: equal letters, numbers within 0.01 % of the reference, a hundredth or a hundred times of it, or both
     element by element."""
     answer, truth = without_signs(answer), without_signs(truth)
     if answer.lower() == truth.lower():
@@ -139,13 +139,13 @@ def equal_as_number(answer: str, truth: str, pi: float) -> bool:
 
 
 def without_signs(text: str) -> str:
-    """`text` without dollars, percent, and the base that a number is written in."""
+    """Drops dollars, percent, and the base that a number is written in."""
     text = text.strip().strip("$").replace("\\%", "").strip("%").strip()
     return re.sub(r"(?<=\d)_\{?\d+\}?$", "", text)
 
 
 def number(text: str, pi: float) -> float | None:
-    """The number that `text` writes, or that times `pi`; None: it is none."""
+    """Returns the number that `text` writes, or that times `pi`; None: it is none."""
     text = text.replace(" ", "")
     if NUMBER.fullmatch(text):
         return float(text.replace(",", ""))
@@ -157,7 +157,7 @@ def number(text: str, pi: float) -> float | None:
 
 
 def elements(text: str) -> list[str]:
-    """The elements of a matrix, a list, a point or a tuple; anything else is its own element."""
+    """Returns the elements of a matrix, a list, a point or a tuple; anything else is its own element."""
     if matrix := MATRIX.fullmatch(text):
         return [cell for row in matrix[1].split("\\\\") for cell in row.split("&")]
     if text[0] in "([" and text[-1] in ")]":

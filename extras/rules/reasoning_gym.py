@@ -12,10 +12,9 @@ from extras.rules.search_r1_like_qa_em import last_answer
 
 
 def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> float:
-    """The task's own score of an answer, from 0 to 1; 0 for one that its scorer cannot read.
+    """Returns the task's own score of an answer, from 0 to 1; 0 for one that its scorer cannot read.
 
-    Args:
-        ground_truth: the task as reasoning-gym made it: question, answer and metadata.
+    `ground_truth` is the task as reasoning-gym made it: question, answer and metadata.
     """
     answer = last_answer(solution_str)
     task = scorer(ground_truth["metadata"]["source_dataset"])
