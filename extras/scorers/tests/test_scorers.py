@@ -155,18 +155,6 @@ Path({str(answer)!r}).write_text(text)
     check(json.loads(answer.read_text()), file, marker)
 
 
-@pytest.mark.slow
-def test_hostile_scorers_end_inside_a_ray_actor(file, tmp_path, cluster):
-    import ray
-
-    from extras.scorers.tests import test_scorers  # under a name that the actor can import
-
-    marker = tmp_path / "pids"
-    on_path = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-    asked = ray.remote(test_scorers.outcomes).options(runtime_env=on_path).remote(file, marker)
-    check(ray.get(asked), file, marker)
-
-
 def test_a_process_is_reused_and_replaced_when_killed(file, tmp_path):
     marker = tmp_path / "pids"
     pool = scorers(file, reward_kwargs={"marker": str(marker)}, num_workers=1)
