@@ -129,9 +129,13 @@ def is_patch(node: ast.AST) -> bool:
     return isinstance(node, ast.alias) and bool(PATCHING.fullmatch(node.name))
 
 
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def cycles(trees: dict[str, ast.Module]) -> Iterator[Finding]:
     """No module imports itself through others, not even lazily."""
-    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in trees}
+    modules = {module_of(file): file for file in trees}
     edges = {file: {modules[name] for name in imported(tree) if name in modules} for file, tree in trees.items()}
     for file in trees:
         reached, frontier = set(), [file]

@@ -38,12 +38,13 @@ from extras.verl.compat import (
     postprocess_data,
     unpad_dataproto,
 )
-from extras.verl.imports import names_of_verl
+from extras.verl.imports import StandIns, names_of_verl
 from tests.batches import aggregate, close
 from training.core_algos import get_policy_loss_fn
 from training.reward import load_reward_manager
 from workers.scoring_model import logprobs_and_entropy_from_logits
 
+StandIns.install()  # as the first of a user's files does
 NAN = math.nan
 # verl's anchor of the policy losses (spec 12.2): old log-probs, new ones, advantages, mask.
 ANCHOR = (
