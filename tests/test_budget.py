@@ -42,7 +42,7 @@ CEILINGS = {
     "names in data/": 23,
     "names in configs/": 12,
     "names in custom/": 4,
-    "modules under 60 lines": 31,
+    "modules under 60 lines": 32,
     "modules with one importer": 60,
     "settings": 276,
     "file names in two folders": 12,
