@@ -192,7 +192,7 @@ def run(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
 
 
 def is_ours(module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None) or ""
+    file = getattr(module, "__file__", None) or next(iter(vars(module).get("__path__", [])), "")  # of a plain folder
     return file.startswith(f"{ROOT}{os.sep}") and f"{os.sep}site-packages{os.sep}" not in file
 
 
