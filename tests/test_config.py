@@ -471,7 +471,7 @@ def check_engine(*overrides: str, workers: int = 1) -> None:
 
 def test_vllm_is_accepted_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(vllm_rollout_spmd, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm` .*name=hf"):
+    with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm`.*name=hf"):
         check_engine(f"{ROLLOUT}.name=vllm")
     monkeypatch.setattr(vllm_rollout_spmd, "find_spec", lambda name: object())
     check_engine(f"{ROLLOUT}.name=vllm")
@@ -619,7 +619,8 @@ def names_read() -> set[str]:
     files = [ROOT / "main.py", *(file for file in files if file.name != "schema.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    return attributes | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return attributes | texts | {key.rpartition(".")[2] for key in extras.TABLE["stage"]}  # named by their settings
 
 
 def test_every_key_is_read_somewhere():
