@@ -57,6 +57,7 @@ TABLE: dict[str, dict[str, str]] = {
     "source": {
         "tools": "extras.tools.files:tools_of_yaml",
         "interactions": "extras.interactions.base:Users",
+        "factory": "extras.tools.factory:Factory",
         "agents": "extras.verl.agents:load_agents",
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
@@ -106,7 +107,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
     ),
     "rollout_correction": ("algorithm.rollout_correction",),
     "pf_ppo": ("algorithm.use_pf_ppo", "algorithm.pf_ppo"),
-    "tools": ("multi_turn.tool_config_path",),
+    "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
 }
 
 

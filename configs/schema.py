@@ -295,9 +295,6 @@ class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
     tool_timeout: float = setting(30.0, "Seconds that a call of a tool, a user or an agent loop may take.", gt=0)
     max_tool_response_length: int = setting(256, "Characters of a tool's answer; longer ones are cut.", ge=1)
     tool_response_truncate_side: str = setting("middle", "Side left out.", choices=("left", "middle", "right"))
-    environment_factory: str | None = setting(
-        None, "Class (file.py:Class) of each episode: its methods are tools; reset(**row) may add a text.", file=True
-    )
     max_tokens_per_turn: int | None = setting(None, "Most tokens of one answer; null: what is left of all.", ge=1)
 
     def files(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import notice
+from configs.errors import notice_once
 from configs.schema import DataConfig
 from custom.env_wrapper import EnvState, TextEnv
 from data.rl_dataset import RLHFDataset
@@ -25,11 +25,11 @@ REDRAW_STRIDE = 1 << 40  # states that no other row has
 
 
 class CustomEnvDataset(RLHFDataset):
-    """`size` states of `environment`, from its `first`-th on. States are made when asked for; nothing is stored.
+    """`size` states of `environment`, from its `first`-th on, made when they are asked for.
 
-    The prompts of 64 states, spread over all, are measured at once. A longer one that comes later is left out and
-    another state drawn in its place (data.filter_overlong_prompts), else cut or refused (data.truncation). Another is
-    drawn, with a notice, where the environment fails to make one that comes later.
+    The prompts of 64 states, spread over all, are measured at once. Of a longer one that comes later, another state is
+    drawn in its place (data.filter_overlong_prompts), else it is cut or refused (data.truncation). Another is drawn,
+    with a notice, where the environment fails to make one.
 
     Raises:
         ValueError: prompts exceed data.max_prompt_length, and nothing says that they may be cut.
@@ -44,10 +44,7 @@ class CustomEnvDataset(RLHFDataset):
         first: int = 0,
     ) -> None:
         super().__init__(None, tokenizer, config=config)
-        self.environment = environment
-        self.size = size
-        self.first = first
-        self.num_failed = 0
+        self.environment, self.size, self.first = environment, size, first
         positions = np.linspace(0, size - 1, min(size, STATES_CHECKED)).astype(int).tolist()
         states = [environment.get_state(first + position) for position in positions]
         self.check_sizes(states, "states")
@@ -60,31 +57,21 @@ class CustomEnvDataset(RLHFDataset):
             try:
                 state = self.environment.get_state(self.first + position + draw * REDRAW_STRIDE)
             except (RuntimeError, TimeoutError) as error:  # the environment raised or hung: a run does not end by it
-                self._count_failure(error, draw)
+                if draw == MAX_REDRAWS - 1:
+                    raise
+                notice_once(f"states that cannot be made have others drawn in their place: {error}", about=id(self))
                 continue
             prompt_ids = self.encode_state(state)
             if prompt_ids is not None:
                 return self.make_row(self.columns(state, position), position, prompt_ids)
             self.num_filtered += 1
-        raise self._too_long(position)
-
-    def _count_failure(self, error: Exception, draw: int) -> None:
-        if draw == MAX_REDRAWS - 1:
-            raise error
-        self.num_failed += 1
-        if self.num_failed in (1, 10, 100, 1000):
-            notice(
-                f"states that could not be made, so that others are drawn in their place: {self.num_failed}. {error}"
-            )
-
-    def _too_long(self, position: int) -> ValueError:
-        return ValueError(
+        raise ValueError(
             f"{type(self).__name__}, row {position}: {MAX_REDRAWS} states in a row have prompts of more than "
             f"data.max_prompt_length={self.config.max_prompt_length} tokens: raise it"
         )
 
     def columns(self, state: EnvState, position: int) -> dict[str, Any]:
-        """Returns the columns of a row of `state` beside its tokens."""
+        """Returns the columns of a row beside its tokens."""
         return {
             self.config.prompt_key: self.messages(state),
             "data_source": self.environment.env_id,
@@ -125,18 +112,16 @@ class CustomEnvDataset(RLHFDataset):
         longest, overlong = max(lengths), sum(length > settings.max_prompt_length for length in lengths)
         if not overlong:
             return
-        found = (
+        text = (
             f"{type(self).__name__}: {overlong} of {len(lengths)} {what} have prompts of more than "
             f"data.max_prompt_length={settings.max_prompt_length} tokens, the longest {longest}"
         )
         none_left = settings.filter_overlong_prompts and overlong == len(lengths)
         if settings.truncation == "error" or none_left:
-            raise ValueError(
-                f"{found}: raise it to at least {longest}, write shorter texts, or cut them by "
-                "data.filter_overlong_prompts=false data.truncation=left."
-            )
+            remedy = "or cut them by data.filter_overlong_prompts=false data.truncation=left"
+            raise ValueError(f"{text}: raise it to at least {longest}, {remedy}.")
         fate = "left out" if settings.filter_overlong_prompts else f"cut ({settings.truncation})"
-        logger.warning("%s: such prompts are %s.", found, fate)
+        logger.warning("%s: such prompts are %s.", text, fate)
 
     def _encode_whole(self, state: EnvState) -> list[int]:
         return self._encode({self.config.prompt_key: self.messages(state)}, self._origin(state))

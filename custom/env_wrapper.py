@@ -1,15 +1,15 @@
 """Any gymnasium environment as a text environment, from two functions: observation to text and text to action.
 
-An id runs without them too: extras/gym writes out what it observes, and reads its actions. To do better,
-write the functions, and an entry of `ENVIRONMENTS` beside the shipped ones:
+An id runs without them too: extras/gym writes out what it observes, and reads its actions. To do better, write the
+functions and an entry of `ENVIRONMENTS`:
 
     def my_text(env, observation): return f"You see {observation}."    # env: the unwrapped gymnasium environment
     def my_action(text): return 1 if "yes" in text.lower() else None   # None: no legal action in this text
     ENVIRONMENTS["MyGame-v0"] = {"observation_to_text": my_text, "text_to_action": my_action}
 
-then `make_env("my_module:MyGame-v0")`, or by its file, `make_env("./my_game.py:MyGame-v0")`: loading it registers the
-id. `make_text_env(id, my_text, my_action)` is entry and object in one. The object gives single states (`get_state`,
-`compute_reward`) and whole episodes (`reset`, `step`): see custom/gym/text_env.py.
+then `make_env("my_module:MyGame-v0")`, or by its file, `make_env("./my_game.py:MyGame-v0")`. `make_text_env(id,
+my_text, my_action)` is entry and object in one. The object (custom/gym/text_env.py) gives single states (`get_state`,
+`compute_reward`) and whole episodes (`reset`, `step`).
 """
 
 from collections.abc import Callable
@@ -129,20 +129,19 @@ def make_env(
     timeout: float | None = 60.0,
     **settings: Any,
 ) -> Any:
-    """The text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
+    """Makes the text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
 
-    `random_maps=True, size=4` gives every seed its own map. `settings` that `TextEnv` has are its own, None being as
-    good as unset; the others go to gymnasium (FrozenLake slips unless told `is_slippery=False`). Episodes are played in
-    so many `processes` of their own (0: in this one), each step in at most `timeout` seconds, in the trial as well.
+    `random_maps=True, size=4` gives every seed its own map. `settings` that TextEnv does not have go to gymnasium; None
+    is unset. Episodes are played in so many `processes` (0: in this one), each step in at most `timeout` seconds.
     """
     module, name, _ = split_id(env_id)
     if module:
         load_module(module)  # registers the id, and may add the entry
     latest = find_highest_version(None, name)  # which gymnasium takes for an id without a version
     entry, env_kwargs = dict(ENVIRONMENTS.get(name, ENVIRONMENTS.get(f"{name}-v{latest}", {}))), {}
-    if strangers := entry.keys() - SETTINGS:
-        able = ", ".join(setting.name for setting in fields(TextEnv) if setting.name in SETTINGS)
-        raise ValueError(f"ENVIRONMENTS[{name!r}] has {sorted(strangers)}: an entry may hold {able}")
+    if unknown := entry.keys() - SETTINGS:
+        known = ", ".join(setting.name for setting in fields(TextEnv) if setting.name in SETTINGS)
+        raise ValueError(f"ENVIRONMENTS[{name!r}] has {sorted(unknown)}: an entry may hold {known}")
     for key, value in settings.items():
         if key not in SETTINGS:
             env_kwargs[key] = value
@@ -151,15 +150,16 @@ def make_env(
     random_map = entry.pop("random_map", None)
     if random_maps:
         if random_map is None or {"desc", "map_name"} & env_kwargs.keys():
-            able = ", ".join(name for name, entry in ENVIRONMENTS.items() if "random_map" in entry)
-            raise ValueError(f"random_maps=True works for {able}, without desc or map_name; got {env_id}, {env_kwargs}")
+            known = ", ".join(name for name, entry in ENVIRONMENTS.items() if "random_map" in entry)
+            raise ValueError(
+                f"random_maps=True works for {known}, without desc or map_name; got {env_id}, {env_kwargs}"
+            )
         entry["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
     environment = TextEnv(env_id, **entry, env_kwargs=env_kwargs, seed=seed, timeout=timeout)
     if environment.writes_out and environment.observation_names is None:
-        shown = environment.start_state(0).text
         notice_once(
-            f"{env_id} has no text of its own, so the policy is shown its observations written out: "
-            f"{shown!r}. ENVIRONMENTS[{name!r}] = {{'observation_to_text': ...}} gives it one."
+            f"{env_id} has no text of its own, so its observations are written out: "
+            f"{environment.start_state(0).text!r}. Set ENVIRONMENTS[{name!r}]['observation_to_text']."
         )
     if not processes:
         return environment

@@ -10,14 +10,14 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from configs.extras import find
-from configs.import_utils import load_module, load_named
+from configs.import_utils import load_module
 from configs.schema import MultiTurnConfig
 from data.tool_parsers import read_json
 
@@ -201,27 +201,6 @@ class FunctionTool(BaseTool):
         return as_result(await result if inspect.isawaitable(result) else result)
 
 
-class MethodTool(FunctionTool):
-    """A method of an object that an episode has for itself; of one object's methods one runs at a time."""
-
-    max_concurrent = 1
-
-    def of(self, owner: Any, queue: Any) -> "MethodTool":
-        """Returns the tool that is the same method of another object."""
-        tool = copy(self)
-        tool.function, tool.queue = getattr(owner, self.function.__name__), queue
-        return tool
-
-
-def method_tools(owner: Any) -> list[MethodTool]:
-    """The public methods of an environment as tools, but for `reset`; raises ValueError if it has none."""
-    methods = [getattr(owner, name) for name in dir(owner) if not name.startswith("_") and name != "reset"]
-    tools = [MethodTool(method) for method in methods if isinstance(method, types.MethodType)]
-    if not tools:
-        raise ValueError(f"{type(owner).__qualname__} has no public method beside reset: these are the tools.")
-    return tools
-
-
 def function_tool(
     function: Callable | str | None = None, *, name: str | None = None, schema: Mapping[str, Any] | None = None
 ) -> Any:
@@ -397,19 +376,11 @@ def load_tools(settings: MultiTurnConfig) -> dict[str, BaseTool]:
     if path := files.get("function_tool_path"):
         tools += tools_of_functions(path)
     if path := files.get("environment_factory"):
-        tools += method_tools(load_factory(path)())
+        tools += find("source", "factory", f"{KEY}.environment_factory")(path).tools()
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{' and '.join(files.values())}: two tools are called {twice[0]!r}: rename one.")
     return dict(zip(names, tools, strict=True))
-
-
-def load_factory(text: str) -> Callable[[], Any]:
-    """Loads the class or function that makes the environment of an episode; raises ValueError if it is none."""
-    found = load_named(text, f"{KEY}.environment_factory")
-    if not callable(found):
-        raise ValueError(f"{KEY}.environment_factory={text}: it must be a class or a function.")
-    return found
 
 
 def tools_of_functions(path: str) -> list[FunctionTool]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples.arithmetic import HELD_OUT_OF, TASKS, Question, compute_score, make_rows
+from examples.arithmetic import TASKS, Question, compute_score, make_rows
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,6 @@ def test_the_last_number_of_an_answer_counts(answer: str, truth: str, right: boo
     assert compute_score("arithmetic", answer, truth) == {"score": float(right), "acc": float(right)}
 
 
-def test_a_row_by_hand() -> None:
-    row = make_rows("arithmetic", "val", seed=0, count=1)[0]
-    [user] = row["prompt"]
-    assert user["role"] == "user"
-    expression = user["content"].split("?")[0].removeprefix("What is ")
-    assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(expression))}
-    assert row["data_source"] == "arithmetic" and row["extra_info"]["split"] == "val"
-
-
 def test_examples_are_worked_out_before_the_question() -> None:
     assert Question("chain_sum", (5, 4, -2)).worked_out == "5 + 4 = 9, 9 - 2 = 7."
     row = make_rows("chain_sum", "train", seed=0, count=1)[0]
@@ -84,12 +75,3 @@ def test_rows_are_the_seeds_and_held_out_ones_come_once() -> None:
     assert len(set(held_out)) == 200
     with pytest.raises(ValueError, match="2000 held-out questions are asked for"):
         make_rows("arithmetic", "val", 0, 2000)
-
-
-def test_all_kinds_are_asked_in_training_equally_and_a_fair_share_is_held_out() -> None:
-    kinds = [row["extra_info"]["kind"] for row in make_rows("arithmetic", "train", 0, 1500)]
-    assert all(400 < kinds.count(kind) < 600 for kind in ("sum", "difference", "product"))
-    products = [Question("product", (a, b)) for a in range(2, 10) for b in range(2, 20)]
-    share = sum(product.is_held_out for product in products) / len(products)
-    assert 0.7 / HELD_OUT_OF < share < 1.3 / HELD_OUT_OF
-    assert all(Question("product", product.terms[::-1]).is_held_out == product.is_held_out for product in products)

@@ -1,19 +1,16 @@
 """The three files a user edits, as a user edits them: states as prompts, and rewards of actions."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import main
 from configs.schema import DataConfig
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import EnvState, TextEnv, make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from tests.runs import compose, learning_metrics, short_run
+from tests.runs import compose, short_run
 from training.preparation import prepare
 
 TOKENIZER = build_tokenizer()
@@ -118,9 +115,9 @@ def test_another_state_is_drawn_where_the_environment_fails_to_make_one(monkeypa
     wanted = [whole[i] for i in range(12)]
     monkeypatch.setattr(TextEnv, "get_state", failing)
     rows = [dataset[i] for i in range(12)]
-    assert [i for i in range(12) if rows[i] != wanted[i]] == [3, 5] and dataset.num_failed == 2
+    assert [i for i in range(12) if rows[i] != wanted[i]] == [3, 5]
     assert rows[3]["extra_info"]["index"] == 3 and rows[3]["extra_info"]["state"] != rows[5]["extra_info"]["state"]
-    assert "others are drawn in their place: 1. no reply for 3" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("have others drawn in their place: no reply for 3") == 1
     monkeypatch.setattr(TextEnv, "get_state", lambda self, i, reset_seed=None: failing(self, 3))
     with pytest.raises(RuntimeError, match="no reply for 3"):
         dataset[0]
@@ -169,47 +166,3 @@ def test_a_manager_is_given_the_tokenizer_that_it_names_and_what_episodes_do_not
         assert ("env.mode=episode does not call its score: " in capsys.readouterr().err) == told
         if name == "Mine":
             assert parts.reward.score("abc", None) == 3.0
-
-
-RESEARCHERS_FILES = """
-from custom.env_dataset import CustomEnvDataset
-from custom.reward_manager import CustomRewardManager
-
-
-class MyDataset(CustomEnvDataset):
-    def state_to_text(self, state):
-        rows = state.text.split("\\n")
-        [(y, x)] = [(y, row.index("P")) for y, row in enumerate(rows) if "P" in row]
-        return f"At row {y}, column {x}. Your move?"
-
-
-class MyManager(CustomRewardManager):
-    def score(self, response, state):
-        return {**super().score(response, state), "length": float(len(response))}
-"""
-
-
-def test_a_researchers_subclasses_run_from_a_file_of_their_own(tmp_path: Path, tiny_model: Path):
-    file = tmp_path / "my_lake.py"
-    file.write_text(RESEARCHERS_FILES)
-    overrides = [
-        f"data.custom_cls.path={file}",
-        "data.custom_cls.name=MyDataset",
-        f"reward.reward_manager.path={file}",
-        "reward.reward_manager.name=MyManager",
-        "data.max_prompt_length=48",
-        "env.val_episodes=2",
-        "env.val_size=2",
-        "trainer.total_training_steps=1",
-        "trainer.test_freq=1",
-        f"trainer.rollout_data_dir={tmp_path}/rollouts",
-        f"trainer.validation_data_dir={tmp_path}/validation",
-    ]
-    validation = main.run(compose(*short_run(tiny_model, tmp_path / "run", *overrides)))
-    assert 0.0 <= validation["val-core/FrozenLake-v1/reward/mean@1"] <= 1.0
-    assert "val-aux/FrozenLake-v1/length/mean@1" in validation
-    assert 0.0 <= learning_metrics(tmp_path / "run")[1]["reward/length/max"] <= 1.0
-    assert "Your move?" in (tmp_path / "rollouts" / "1.jsonl").read_text()
-    validated = [json.loads(line) for line in (tmp_path / "validation" / "1.jsonl").read_text().splitlines()]
-    turns = [turn for row in validated for turn in row.get("turns", [])]
-    assert turns and all(turn["prompt"].endswith("Your move?") for turn in turns)

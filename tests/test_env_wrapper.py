@@ -128,6 +128,41 @@ for name, entry_point in THIRD_PARTY.items():
     gym.register(name, entry_point)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"env_id": "FrozenLak-v1"}, r"'FrozenLak-v1'.*FrozenLake.*my_module:MyGame-v0"),
+        ({"env_id": "Taxi-v3"}, "Please use `Taxi-v4`"),
+        ({"env_id": "Taxi-v4", "random_maps": True}, "random_maps=True works for FrozenLake-v1,"),
+        ({**RANDOM_LAKE, "map_name": "8x8"}, "without desc or map_name"),
+        ({"env_id": "Blackjack-v1", "action_names": "abc"}, "3 action_names, but Blackjack-v1 has 2"),
+        ({"env_id": "Blackjack-v1", "reward": "progress"}, "reward='progress' for Blackjack-v1"),
+        ({"env_id": "Lock-v0", "max_turns": 0}, "max_turns=0"),
+        ({"env_id": "Lock-v0", "invalid_action": "punish"}, "invalid_action='punish'"),
+        ({"env_id": "Lock-v0", "success": {"ended": True}}, r"success has \['ended'\]: the conditions are terminated"),
+        ({"env_id": "Unseeded-v0"}, r"Unseeded-v0 does not repeat itself: after reset\(seed=\d\).*self\.np_random"),
+        ({"env_id": "Growing-v0"}, r"Growing-v0 does not .*seed=0\) and actions \[\] the observation was '"),
+        ({"env_id": "Moody-v0", "instruction": ""}, r"Moody-v0 does not repeat .*actions \[\d\] the reward was"),
+    ],
+)
+def test_settings_and_environments_that_cannot_work_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        make_env(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LAKE, "desc": ["SFH", "FHF", "HFG"]}, "is the goal within reach"),
+        ({**RANDOM_LAKE, "size": 2, "exclude_seeds": range(100)}, "all held out"),
+        ({"env_id": "Unseeded-v0", "repeatable": False}, r"Unseeded-v0 is not repeatable: .* env\.mode=episode"),
+    ],
+)
+def test_a_state_that_cannot_be_made_says_why(config, message):
+    with pytest.raises(ValueError, match=message):
+        make_env(**config).get_state(0)
+
+
 def replay(config: dict, state: EnvState, text_env: TextEnv):
     """Restore a state through gymnasium alone; returns the environment and the observation."""
     kwargs = {k: v for k, v in config.items() if k not in ("env_id", "random_maps", "size")}
@@ -164,16 +199,6 @@ def test_seed_and_actions_replay_every_state_through_gymnasium_alone(config):
         assert "\x1b" not in env.state_to_text(state)
 
 
-def test_an_optimal_action_is_told_of_a_state_or_of_its_number():
-    env = make_env(**LAKE)
-    assert [env.get_action(i) for i in range(9)] == [env.get_action(env.get_state(i)) for i in range(9)]
-
-
-def test_an_id_without_a_version_has_the_texts_of_the_latest_which_gymnasium_takes():
-    with pytest.warns(UserWarning, match="latest versioned environment"):
-        assert make_env("FrozenLake").start_state(0).text == make_env("FrozenLake-v1").start_state(0).text
-
-
 @all_shipped
 def test_states_depend_on_the_seed_and_the_index_alone(config):
     forwards, env = make_env(**config, seed=1), make_env(**config, seed=1)
@@ -190,27 +215,11 @@ def test_states_of_a_lake_are_all_its_cells_on_the_way_and_equally_often():
     assert max(abs(count - 200) for count in counts.values()) < 70  # 5 standard deviations of Binomial(2200, 1/11)
 
 
-def test_states_of_a_taxi_have_the_passenger_aboard_as_well_as_waiting():
-    env = make_env("Taxi-v4")
-    aboard = Counter("in the taxi" in env.get_state(i).text for i in range(200))
-    assert min(aboard[True], aboard[False]) > 20
-
-
-def test_random_walks_are_of_any_length_up_to_the_last_state_of_an_episode():
-    env = make_env("Lock-v0", digits=1000)  # truncated at the 8th try
-    lengths = Counter(len(env.get_state(i).actions) for i in range(200))
-    assert set(lengths) == set(range(8)) and lengths[7] > 100  # 14 walks in 21 are 7 steps or longer
-
-
-def test_a_lake_whose_goal_is_out_of_reach_is_refused():
-    with pytest.raises(ValueError, match="is the goal within reach"):
-        make_env(**LAKE, desc=["SFH", "FHF", "HFG"]).get_state(0)
-
-
-def test_cells_that_only_the_goal_connects_are_no_training_states():
-    env = make_env(**LAKE, desc=["SHF", "FHF", "FFG"])
-    texts = {env.get_state(i).text for i in range(100)}
-    assert texts == {"PHF\nFHF\nFFG", "SHF\nPHF\nFFG", "SHF\nFHF\nPFG", "SHF\nFHF\nFPG"}
+def test_random_walks_are_of_any_length_up_to_the_setting_and_the_last_state_of_an_episode():
+    lengths = Counter(len(make_env("Lock-v0", digits=1000).get_state(i).actions) for i in range(200))
+    assert set(lengths) == set(range(8)) and lengths[7] > 100  # truncated at the 8th; 14 in 21 walks are 7 or longer
+    environment = build_environment(compose("env.id=MountainCar-v0", "~env.kwargs", "env.max_walk=3"))
+    assert {len(environment.get_state(i).actions) for i in range(60)} == {0, 1, 2, 3}
 
 
 def test_a_reset_seed_gives_states_of_its_own_map_and_start_state_its_start():
@@ -231,11 +240,6 @@ def test_held_out_maps_never_occur_though_their_seeds_differ():
     assert held_out & {careless.layout(careless.get_state(i).seed) for i in range(2000)}
 
 
-def test_holding_out_every_map_is_refused():
-    with pytest.raises(ValueError, match="all held out"):
-        make_env(**{**RANDOM_LAKE, "size": 2}, exclude_seeds=range(100)).get_state(0)
-
-
 def test_states_and_settings_travel_by_pickle():
     env = make_env(**RANDOM_LAKE, exclude_seeds=range(3))
     state = env.get_state(5)
@@ -246,24 +250,6 @@ def test_states_and_settings_travel_by_pickle():
     assert pickle.loads(pickle.dumps(lock)).get_state(5) == lock.get_state(5)
 
 
-@pytest.mark.parametrize("lake", [["SFFF", "FHFH", "FFFH", "HFFG"], ["SFF", "FFF", "FFG"], ["SFFFG"]])
-def test_a_lake_shows_the_player_in_every_cell_and_keeps_its_shape(lake):
-    env = gym.make("FrozenLake-v1", desc=lake).unwrapped
-    cells, to_text = "".join(lake), ENVIRONMENTS["FrozenLake-v1"]["observation_to_text"]
-    for cell in range(len(cells)):
-        text = to_text(env, cell)
-        assert [len(row) for row in text.split("\n")] == [len(row) for row in lake]
-        assert text.replace("\n", "") == cells[:cell] + "P" + cells[cell + 1 :]
-
-
-def test_cliff_walking_shows_the_player_in_every_cell():
-    env = gym.make("CliffWalking-v1").unwrapped
-    cells = "." * 37 + "C" * 10 + "G"
-    for cell in range(48):
-        text = ENVIRONMENTS["CliffWalking-v1"]["observation_to_text"](env, cell)
-        assert text.split("\n") == [(cells[:cell] + "P" + cells[cell + 1 :])[i : i + 12] for i in (0, 12, 24, 36)]
-
-
 def test_taxi_shows_the_taxi_in_every_state_and_no_two_states_look_alike():
     env = gym.make("Taxi-v4").unwrapped
     texts = [ENVIRONMENTS["Taxi-v4"]["observation_to_text"](env, state) for state in range(500)]
@@ -272,19 +258,6 @@ def test_taxi_shows_the_taxi_in_every_state_and_no_two_states_look_alike():
         row, column, _, _ = env.decode(state)
         rows = text.split("\n")[:5]
         assert rows[row][2 * column] == "T" and "".join(rows).count("T") == 1
-
-
-def test_taxi_says_in_words_what_the_map_cannot_show():
-    env = gym.make("Taxi-v4").unwrapped
-    to_text = ENVIRONMENTS["Taxi-v4"]["observation_to_text"]
-    assert to_text(env, env.encode(4, 3, 2, 1)).endswith(" | : | : \nY| : |T: \nTaxi on B, passenger at Y, to G.")
-    assert to_text(env, env.encode(2, 2, 4, 0)).endswith("Taxi on the road, passenger in the taxi, to R.")
-
-
-def test_blackjack_speaks_in_sentences():
-    to_text = ENVIRONMENTS["Blackjack-v1"]["observation_to_text"]
-    assert to_text(None, (14, 10, 0)) == "Your cards sum to 14. The dealer shows 10."
-    assert to_text(None, (18, 1, 1)) == "Your cards sum to 18 with a usable ace. The dealer shows an ace."
 
 
 def test_the_instruction_precedes_the_observation_or_is_left_out():
@@ -398,14 +371,6 @@ def play(env: TextEnv, seed: int) -> list[float]:
     return rewards
 
 
-def test_optimal_answers_cross_random_lakes_by_a_shortest_way():
-    env = make_env(**RANDOM_LAKE)
-    for seed in range(50):
-        assert play(env, seed) == [0.0] * (lake_distances(generate_random_map(size=4, seed=seed), (3, 3))[0, 0] - 1) + [
-            1.0
-        ]
-
-
 def test_optimal_answers_solve_cliff_walking_and_taxi():
     assert play(make_env("CliffWalking-v1"), 0) == [-1.0] * 13
     for seed in range(10):
@@ -467,28 +432,19 @@ def test_blackjack_has_no_table_so_the_game_itself_pays():
         assert env.compute_reward(state, 0) == env.compute_reward(state, 0) == game.step(0)[1]
     assert {env.compute_reward(state, 0) for state in states} == {-1.0, 0.0, 1.0}
     assert env.compute_reward(states[0], None) == -1.0  # silence pays no better than losing
-    with pytest.raises(ValueError, match="reward='progress' for Blackjack-v1"):
-        make_env("Blackjack-v1", reward="progress")
 
 
-def test_the_step_limit_is_ours_even_where_gymnasium_has_none():
-    env = make_env("CliffWalking-v1", max_turns=3)
+def test_the_limit_of_turns_is_ours():
+    env = make_env(**LAKE, max_turns=150)  # gymnasium's is 100
     env.reset(0)
-    ends = [env.step("left")[2:4] for _ in range(3)]
-    assert ends == [(False, False), (False, False), (False, True)]
+    assert [env.step("left")[2:4] for _ in range(150)] == [(False, False)] * 149 + [(False, True)]
     with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
         env.step("left")
-    limits = {make_env(env_id).max_turns for env_id in ("FrozenLake-v1", "CliffWalking-v1")}
-    assert limits == {100} and make_env("FrozenLake8x8-v1").max_turns == 200
-    with pytest.raises(ValueError, match="max_turns=0"):
-        make_env("CliffWalking-v1", max_turns=0)
-
-
-def test_a_limit_beyond_gymnasiums_own_holds():
-    env = make_env(**LAKE, max_turns=150)
-    env.reset(0)
-    ends = [env.step("left")[2:4] for _ in range(150)]
-    assert ends == [(False, False)] * 149 + [(False, True)]
+    assert make_env("FrozenLake8x8-v1").max_turns == 200
+    win = make_env(**LAKE, desc=["SG"], max_turns=1)
+    win.reset(0)
+    text, reward, terminated, truncated, info = win.step("R")
+    assert (text, reward, terminated, truncated, info["end_reason"]) == ("SP", 1.0, True, False, "terminated")
 
 
 def test_an_invalid_answer_costs_a_turn_and_changes_nothing():
@@ -503,13 +459,6 @@ def test_an_invalid_answer_costs_a_turn_and_changes_nothing():
     env.step("?")
     *_, truncated, info = env.step("!")
     assert truncated and info["invalid"] == 3 and info["turns"] == 4 and info["end_reason"] == "max_turns"
-
-
-def test_a_win_on_the_last_turn_is_a_win():
-    env = make_env(**LAKE, desc=["SG"], max_turns=1)
-    env.reset(0)
-    text, reward, terminated, truncated, info = env.step("R")
-    assert (text, reward, terminated, truncated, info["end_reason"]) == ("SP", 1.0, True, False, "terminated")
 
 
 def test_an_episode_may_start_from_a_training_state():
@@ -535,28 +484,6 @@ def test_clones_play_apart():
     assert prompts[0] != prompts[1]
     env.step("?")
     assert twin.step("?")[4]["turns"] == 1 and env.step("?")[4]["turns"] == 2
-
-
-def test_a_third_partys_environment_takes_two_functions():
-    def to_text(env, observation):
-        tries, order = observation
-        return f"Try {tries + 1} of 8. Your last digit was {('too high', 'right', 'too low')[order]}."
-
-    def to_action(text):
-        digits = [int(word) for word in text.split() if word.isdigit()]
-        return digits[-1] if digits else None
-
-    env = TextEnv(
-        "Lock-v0", to_text, to_action, instruction="Open the lock with a digit from 0 to 8.", env_kwargs={"digits": 9}
-    )
-    assert env.reset(0) == "Open the lock with a digit from 0 to 8.\n\nTry 1 of 8. Your last digit was too high."
-    secret = env.step("let me try 9")[4]["action"]
-    assert secret is None  # 9 is outside the action space: no legal action
-    secret = env.step("then 0")[4]["secret"]
-    assert secret > 0
-    text, reward, terminated, _, info = env.step(f"I take {secret}")
-    assert (reward, terminated, info["end_reason"]) == (1.0, True, "terminated") and "was right" in text
-    assert env.compute_reward(env.start_state(0), secret) == 1.0 and env.action_to_text(3) == "3"
 
 
 MY_GAME = """
@@ -611,18 +538,12 @@ def test_the_environments_own_truncation_is_told_from_ours():
 def test_exceptions_of_an_environment_name_the_way_there(monkeypatch):
     env = make_env("Broken-v0")
     monkeypatch.setattr(Broken, "fails", "reset")
-    with pytest.raises(
-        RuntimeError, match=r"Broken-v0 raised OSError: no such board, after reset\(seed=7\) and actions \[\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"Broken-v0 raised OSError: no such board, after reset\(seed=7\)"):
         env.reset(7)
-    with pytest.raises(RuntimeError, match=r"no such board, after reset\(seed=0\) and actions \[\]"):
-        make_env("Broken-v0")
     monkeypatch.setattr(Broken, "fails", "step")
     env.reset(8)
     env.step("1"), env.step("2")
-    with pytest.raises(
-        RuntimeError, match=r"KeyError: 'lost', after reset\(seed=8\) and actions \[1, 2, 3\]"
-    ) as raised:
+    with pytest.raises(RuntimeError, match=r"KeyError: 'lost', after reset\(seed=8\) .* \[1, 2, 3\]") as raised:
         env.step("3")
     assert isinstance(raised.value.__cause__, KeyError)
 
@@ -653,29 +574,6 @@ def test_a_move_that_the_environment_cannot_score_is_its_responses_failure_alone
     assert before == after == {"score": 0.5, "valid_action": 1.0} and isinstance(failed, NotScored)
     assert failed.said.startswith(f"Broken-v0 {says}, after reset(seed=7) and actions [2]")
     assert ("(at " in failed.said) is (error is not None)
-
-
-def test_unfit_settings_are_refused_with_a_remedy():
-    with pytest.raises(ValueError, match=r"'FrozenLak-v1'.*FrozenLake.*my_module:MyGame-v0"):
-        make_env("FrozenLak-v1")
-    with pytest.raises(ValueError, match="Please use `Taxi-v4`"):
-        make_env("Taxi-v3")
-    with pytest.raises(ValueError, match="random_maps=True works for FrozenLake-v1,"):
-        make_env("Taxi-v4", random_maps=True)
-    with pytest.raises(ValueError, match="without desc or map_name"):
-        make_env(**RANDOM_LAKE, map_name="8x8")
-    with pytest.raises(ValueError, match="3 action_names, but Blackjack-v1 has 2"):
-        TextEnv("Blackjack-v1", action_names=("stick", "hit", "split"))
-    with pytest.raises(ValueError, match="set action_names"):
-        TextEnv("Blackjack-v1", text_to_action=lambda text: None).action_to_text(0)
-
-
-def test_reaching_the_goal_is_a_success_where_every_step_costs():
-    env = make_env("CliffWalking-v1")
-    env.reset(seed=0)
-    *way, last = ["up", *["right"] * 11, "down"]
-    assert not any(env.step(answer)[4]["success"] for answer in way)
-    assert env.step(last)[4]["success"]
 
 
 def test_held_out_seeds_leave_training_states_where_all_seeds_share_one_map():
@@ -709,14 +607,10 @@ def last_info(env: TextEnv, *answers: str) -> dict:
 
 
 def test_without_a_rule_the_environment_says_what_a_success_is_and_a_rule_has_the_last_word():
-    unknown = last_info(make_env("Lock-v0", max_turns=1), "0")
-    assert unknown["success"] is None and unknown["end_reason"] == "max_turns"
-    assert last_info(make_env("Said-v0", max_turns=2), "0", "0")["success"] is True
+    assert last_info(make_env("Lock-v0", max_turns=1), "0")["success"] is None
     assert last_info(make_env("Said-v0", max_turns=2), "0", "silence")["success"] is True  # what was said last
     assert last_info(make_env("Said-v0", max_turns=2, success={"terminated": True}), "0", "0")["success"] is False
     assert make_env("Said-v0", success={}).success == SuccessConfig(said=True)
-    with pytest.raises(ValueError, match=r"success has \['ended'\]: the conditions are terminated, last_reward_above"):
-        make_env("Lock-v0", success={"ended": True})
 
 
 def test_shipped_environments_know_their_successes():
@@ -746,54 +640,10 @@ def test_an_answer_without_a_move_costs_no_less_than_the_worst_move(env_id, cost
     assert make_env(env_id, invalid_reward=0.25).invalid_reward == 0.25
 
 
-def test_an_environment_that_ignores_its_seed_is_refused():
-    with pytest.raises(
-        ValueError, match=r"Unseeded-v0 does not repeat itself: after reset\(seed=\d\).*self\.np_random"
-    ):
-        make_env("Unseeded-v0")
-    with pytest.raises(
-        ValueError, match=r"Growing-v0 does not repeat .*seed=0\) and actions \[\] the observation was '"
-    ):
-        make_env("Growing-v0")
-    with pytest.raises(ValueError, match=r"Moody-v0 does not repeat .*actions \[\d\] the reward was"):
-        make_env("Moody-v0", instruction="")
-    with pytest.raises(ConfigError, match=r"env.id=Unseeded-v0 .*does not repeat itself"):
-        build_environment(compose("env.id=Unseeded-v0", "~env.kwargs"))
-
-
 def test_an_environment_is_tried_out_once_and_not_again_by_its_clones(monkeypatch):
     env = make_env("Lock-v0")
     monkeypatch.setattr(TextEnv, "_try_out", lambda self: pytest.fail("tried out again"))
     assert pickle.loads(pickle.dumps(env.clone())).get_state(1) == env.get_state(1)
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        {"L": {0: [(1.0, 0, 0.0, False)]}},  # names, not numbers
-        {0: {0: [(1.0, 5, 0.0, False)]}},  # leads to a state that does not exist
-        {0: {0: [(1.0, 0, 0.0)]}},
-        {0: [[(1.0, 0, 0.0, False)]]},
-        {"players": 2},
-    ],
-)
-def test_a_dictionary_p_that_is_no_transition_table_is_refused(monkeypatch, table):
-    monkeypatch.setattr(
-        Lock, "__init__", lambda self: vars(self).update(P=table, s=0, action_space=gym.spaces.Discrete(1))
-    )
-    with pytest.raises(
-        ValueError, match=r"Lock-v0 has a dictionary P that is no transition table: P\[state\]\[action\]"
-    ):
-        make_env("Lock-v0")
-
-
-def test_random_walks_are_as_long_as_the_setting_says():
-    lengths = [len(make_env("MountainCar-v0", max_walk=50).get_state(i).actions) for i in range(60)]
-    assert max(lengths) > 40 and min(lengths) < 10
-    assert {make_env("MountainCar-v0", max_walk=0).get_state(i).actions for i in range(5)} == {()}
-    config = compose("env.id=MountainCar-v0", "~env.kwargs", "env.max_walk=3", "env.success.terminated=true")
-    environment = build_environment(config)
-    assert environment.max_walk == 3 and environment.success == SuccessConfig(terminated=True)
 
 
 def test_an_action_outside_the_space_is_an_invalid_answer_however_it_was_read():
@@ -801,6 +651,9 @@ def test_an_action_outside_the_space_is_an_invalid_answer_however_it_was_read():
     env.reset(0)
     assert env.act(9)[4]["invalid"] == 1 and env.act(None)[4]["invalid"] == 2 and env.act(1)[4]["invalid"] == 2
     assert env.compute_reward(env.start_state(0), 9) == env.compute_reward(env.start_state(0), None) == 0.0
+    for play in (env.act, lambda action: env.compute_reward(env.start_state(0), action)):
+        with pytest.raises(ValueError, match="the action 'left' was given: an action of Lock-v0 is a whole number in"):
+            play("left")
 
 
 @pytest.mark.parametrize("returned", [1, "1", " 1", 1.0, np.int64(1), np.float32(1), True])
@@ -819,18 +672,6 @@ def test_anything_else_is_refused_with_the_value_and_the_rule(returned):
         env.extract_action("hit")
 
 
-def test_an_action_of_no_form_of_the_environments_is_no_illegal_answer_but_a_mistake():
-    env = make_env("Lock-v0")
-    env.reset(0)
-    for play in (env.act, lambda action: env.compute_reward(env.start_state(0), action)):
-        with pytest.raises(ValueError, match="the action 'left' was given: an action of Lock-v0 is a whole number in"):
-            play("left")
-
-
-def test_a_number_that_is_no_action_is_an_illegal_answer():
-    assert TextEnv("Blackjack-v1", text_to_action=lambda text: "7").extract_action("hit") is None
-
-
 def test_an_illegal_answer_may_end_the_episode_and_such_an_end_is_no_success():
     env = make_env("CliffWalking-v1", invalid_action="end", invalid_reward=-3.0)  # terminated is success there
     env.reset(0)
@@ -838,13 +679,8 @@ def test_an_illegal_answer_may_end_the_episode_and_such_an_end_is_no_success():
     text, reward, terminated, truncated, info = env.step("fly")
     assert (reward, terminated, truncated) == (-3.0, True, False) and text.startswith("That was no legal action.\n")
     assert info["end_reason"] == "terminated" and info["success"] is False and info["return"] == -4.0
-    with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
-        env.step("up")
-    assert last_info(make_env("Lock-v0", invalid_action="end"), "?")["success"] is None  # nobody says
     pole = make_env("CartPole-v1", invalid_action="end", success={"terminated": False})
     assert last_info(pole, "?")["success"] is False
-    with pytest.raises(ValueError, match="invalid_action='punish'"):
-        make_env("Lock-v0", invalid_action="punish")
 
 
 def test_what_is_said_of_an_illegal_answer_is_a_setting_and_no_part_of_the_state():
@@ -858,11 +694,9 @@ def test_what_is_said_of_an_illegal_answer_is_a_setting_and_no_part_of_the_state
     assert silent.step("?")[0] == "PFFF\nFHFH\nFFFH\nHFFG"
 
 
-def test_what_does_not_repeat_itself_may_play_episodes_but_has_no_other_states():
+def test_what_does_not_repeat_itself_may_play_episodes():
     env = make_env("Unseeded-v0", repeatable=False)
     assert env.reset(0) != env.reset(0) and env.step("1")[4]["turns"] == 1 and env.invalid_reward == 0.0
-    with pytest.raises(ValueError, match=r"Unseeded-v0 is not repeatable: .* env\.mode=episode"):
-        env.get_state(0)
 
 
 class Strange(Lock):
@@ -879,10 +713,8 @@ class Strange(Lock):
         return {
             "four": (observation, reward, terminated, info),
             "nan": (observation, float("nan"), terminated, truncated, info),
-            "array": (observation, reward, terminated, truncated, {"success": np.array([True])}),
             "text": (observation, reward, terminated, truncated, {"success": "yes"}),
             "players": (observation, reward, {"a": False, "b": False}, truncated, info),
-            "each paid": (observation, {"a": 1.0, "b": -1.0}, terminated, truncated, info),
             "half": (observation, reward, terminated, truncated, info),
         }[self.does]
 
@@ -899,10 +731,8 @@ gym.register("Strange-v0", Strange)
     [
         ("four", r"step returned \(.*\): not observation, reward, terminated, truncated, info"),
         ("nan", "the reward nan is no finite number"),
-        ("array", r"success is array\(\[ True\]\): it must be one number, or True or False"),
         ("text", r"success is 'yes': it must be one number"),
         ("players", r"terminated is \{'a': False, 'b': False\}: it must be one number, or True"),
-        ("each paid", r"reward is \{'a': 1.0, 'b': -1.0\}: it must be one number"),
         ("half", r"the environment says a text that cannot be encoded: '\\udc80' at place 4 is half a character"),
     ],
 )
@@ -962,20 +792,3 @@ def test_success_that_is_said_at_the_end_alone_means_the_same_in_every_episode(m
     assert ended["success"] is None and "set env.success.said=true" in capsys.readouterr().err
     told = make_env("Late-v0", max_turns=8, success={"said": True})
     assert any(last_info(told, str(number))["success"] for number in range(4))
-
-
-def test_observations_that_are_texts_are_not_called_written_out(capsys):
-    class Talks(Lock):
-        def __init__(self):
-            super().__init__()
-            self.observation_space = gym.spaces.Text(99)
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return "Good morning", {}
-
-        def step(self, action):
-            return ("And you?", *super().step(action)[1:])
-
-    gym.register("Talks-v0", Talks)
-    assert make_env("Talks-v0").start_state(0).text == "Good morning" and not capsys.readouterr().err

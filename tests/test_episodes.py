@@ -77,11 +77,6 @@ def test_an_estimator_of_the_users_sees_each_episode_as_one_row():
     assert found["returns"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]]
 
 
-def test_prompts_are_no_column_of_an_episode_of_several_rows():
-    batch = both(0)[1]
-    assert "prompts" not in EpisodeRows(batch).join() and "attention_mask" not in EpisodeRows(batch).join()
-
-
 def test_rows_of_an_episode_need_not_be_neighbours():
     batch = episode_batch([[[Turn(1), Turn(1)], [Turn(1)]]], "turns").select_idxs([0, 2, 1])
     episodes = EpisodeRows(batch)

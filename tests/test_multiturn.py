@@ -49,9 +49,3 @@ def test_demonstrated_episodes_fit_and_are_what_the_environment_says(name: str, 
         whole = len(chat.prompt_ids(row["messages"])) if "messages" in row else shown
         assert shown <= config.data.max_prompt_length
         assert whole - shown <= config.data.max_response_length
-
-
-def test_the_makefile_offers_every_task():
-    makefile = (Path(multiturn.__file__).parents[1] / "Makefile").read_text()
-    [line] = [line for line in makefile.splitlines() if line.startswith("multiturn:")]
-    assert all(name in line for name in multiturn.TASKS)

@@ -83,10 +83,3 @@ def test_the_command_refuses_what_makes_no_model_and_writes_nothing(tmp_path, mo
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2 and says in capsys.readouterr().err and not (tmp_path / "model").exists()
-
-
-def test_the_command_writes_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tiny_model", str(tmp_path), "--hidden-size", "16", "--layers", "1"])
-    main()
-    assert str(tmp_path) in capsys.readouterr().out
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.hidden_size == 16

@@ -20,7 +20,8 @@ from data.tools import (
     load_tools,
     schema_of_text,
 )
-from workers.agents.tools import Toolbox, ToolEpisode, ToolEpisodes, ToolReplies, truncate
+from data.types import Reply
+from workers.agents.tools import Toolbox, ToolEpisode, ToolEpisodes, truncate
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> str:
@@ -60,7 +61,7 @@ def toolbox(*tools: BaseTool, form: str = "hermes", **settings: Any) -> Toolbox:
     return Toolbox({tool.name: tool for tool in tools}, ToolParser.get_tool_parser(form), settings)
 
 
-def respond(box: Toolbox, answer: str) -> ToolReplies:
+def respond(box: Toolbox, answer: str) -> Reply:
     return asyncio.run(box.respond(box.parse(answer)))
 
 
@@ -272,8 +273,9 @@ def test_calls_are_found_or_explained(form, answer, text, calls, errors):
     ],
 )
 def test_calls_in_thoughts_are_not_run(answer, calls):
-    replies = respond(toolbox(WEATHER, max_parallel_calls=3), answer.replace("CALL", called("weather", city="Rome")))
-    assert replies.counts["calls"] == calls and not replies.counts["malformed"]
+    box = toolbox(WEATHER, max_parallel_calls=3)
+    respond(box, answer.replace("CALL", called("weather", city="Rome")))
+    assert box.counts["calls"] == calls and not box.counts["malformed"]
 
 
 @pytest.mark.parametrize("form", ToolParser.registry)
@@ -323,16 +325,16 @@ def test_parallel_calls_run_side_by_side_and_answer_in_order():
         return number
 
     box = toolbox(FunctionTool(meet), max_parallel_calls=50)
-    replies = respond(box, "".join(called("meet", number=number) for number in range(50)))
-    assert [message["content"] for message in replies.messages] == [str(number) for number in range(50)]
-    assert replies.counts == {"calls": 50}
+    reply = respond(box, "".join(called("meet", number=number) for number in range(50)))
+    assert [message["content"] for message in reply.messages] == [str(number) for number in range(50)]
+    assert box.counts == {"calls": 50}
 
 
 def test_whatever_goes_wrong_is_told_to_the_policy_and_counted(capsys):
     box = toolbox(WEATHER, FunctionTool(broken), FunctionTool(slow), max_parallel_calls=5, tool_timeout=0.1)
     answer = called("weather", city="Rome") + called("nothing") + called("weather") + called("broken", x=3)
-    replies = respond(box, answer + called("slow", seconds=9) + "<tool_call>{</tool_call>" + called("slow", seconds=0))
-    texts = [message["content"] for message in replies.messages]
+    reply = respond(box, answer + called("slow", seconds=9) + "<tool_call>{</tool_call>" + called("slow", seconds=0))
+    texts = [message["content"] for message in reply.messages]
     assert texts[:3] == [
         "Rome 1 C None",
         "Error: there is no tool 'nothing'; there are weather, broken, slow",
@@ -341,8 +343,8 @@ def test_whatever_goes_wrong_is_told_to_the_policy_and_counted(capsys):
     assert texts[3:5] == ["Error when executing tool: no 3", "Error: no answer in 0.1 seconds"]
     assert texts[5].startswith("Error: a call is not valid JSON") and texts[6].startswith("Error: not run, as only 5")
     failures = ("unknown_tool", "bad_arguments", "raised", "timeout", "malformed", "not_run")
-    assert replies.counts == {"calls": 7, **dict.fromkeys(failures, 1)}
-    assert {message["role"] for message in replies.messages} == {"tool"}
+    assert box.counts == {"calls": 7, **dict.fromkeys(failures, 1)}
+    assert {message["role"] for message in reply.messages} == {"tool"}
     assert re.search(r"the tool broken raised RuntimeError: no 3 \(.*test_tools.py:\d+\)", capsys.readouterr().err)
 
 
@@ -351,7 +353,9 @@ def test_a_blocking_function_that_hangs_is_given_up():
         """Hangs."""
         time.sleep(0.5)
 
-    assert respond(toolbox(FunctionTool(hang), tool_timeout=0.1), called("hang", x=1)).counts["timeout"] == 1
+    box = toolbox(FunctionTool(hang), tool_timeout=0.1)
+    respond(box, called("hang", x=1))
+    assert box.counts["timeout"] == 1
 
 
 def test_results_are_cut_on_the_named_side():
@@ -381,9 +385,7 @@ class Shout(BaseTool):
 def test_the_lifecycle_of_verls_tools():
     tool, kwargs = Shout(), {"shout": {"create_kwargs": {"loudness": 3}}}
     parser = ToolParser.get_tool_parser("hermes")
-    episode = ToolEpisode(
-        row("go"), Toolbox({"shout": tool}, parser, MultiTurnConfig(), kwargs), None, MultiTurnConfig()
-    )
+    episode = ToolEpisode(row("go"), Toolbox({"shout": tool}, parser, MultiTurnConfig(), kwargs))
 
     async def conversation() -> tuple[Any, Any]:
         first = await episode.step(called("shout", text="a"))
@@ -418,7 +420,7 @@ def test_rewards_of_tools_are_numbers_lists_or_none(call, whole, earned):
             return whole
 
     async def conversation() -> tuple[Any, Any]:
-        episode = ToolEpisode(row("go"), toolbox(Paying()), None, MultiTurnConfig())
+        episode = ToolEpisode(row("go"), toolbox(Paying()))
         return await episode.step(called("weather", city="Rome")), await episode.step("bye")
 
     first, last = asyncio.run(conversation())
@@ -502,8 +504,8 @@ async def gives_up() -> str:
 def test_whatever_a_tool_raises_is_an_answer_and_others_go_on(tool, says):
     box = toolbox(FunctionTool(tool), FunctionTool(slow), max_parallel_calls=2)
     calls = called(tool.__name__, **({"x": 1} if tool is broken else {})) + called("slow", seconds=0.01)
-    replies = respond(box, calls)
-    assert [message["content"] for message in replies.messages] == [f"Error when executing tool: {says}", "done"]
+    reply = respond(box, calls)
+    assert [message["content"] for message in reply.messages] == [f"Error when executing tool: {says}", "done"]
 
 
 def test_calls_of_a_tool_side_by_side_have_a_limit_and_waiting_has_no_deadline():
@@ -521,7 +523,7 @@ def test_calls_of_a_tool_side_by_side_have_a_limit_and_waiting_has_no_deadline()
     tool.max_concurrent = 3
     boxes = [toolbox(tool, tool_timeout=0.2) for _ in range(40)]
 
-    async def all_at_once() -> list[ToolReplies]:
+    async def all_at_once() -> list[Reply]:
         calls = (box.respond(box.parse(called("busy", number=place))) for place, box in enumerate(boxes))
         return await asyncio.gather(*calls)
 

@@ -13,7 +13,6 @@ from benchmarks.figures import ARMS, summary, table
 from benchmarks.floor import Machine, Shape, rollout_floor, seen_by_responses, typical, update_floor
 from benchmarks.models import save_model
 from benchmarks.ours_arm import OursArm
-from benchmarks.plot import plot
 from benchmarks.workload import PAD, VOCABULARY, Meter, Workload, score
 from tests.shapes import COUNTED
 
@@ -181,7 +180,7 @@ def steps_of(arm: str, seconds: list[float]) -> dict:
     return {"arm": arm, "load_before": 0.5, "steps": steps}
 
 
-def test_figures_are_medians_and_carry_the_promised_names(tmp_path: Path) -> None:
+def test_figures_are_medians_and_carry_the_promised_names() -> None:
     seconds = [("trl", [8.0, 12.0]), ("ours", [2.0, 2.0]), ("trl", [90.0]), ("ours", [9.0])]
     blocks = [steps_of(*block) for block in seconds]
     figures = summary(blocks, {"step": 1.0, "rollout": 0.4, "update": 0.6})
@@ -195,8 +194,6 @@ def test_figures_are_medians_and_carry_the_promised_names(tmp_path: Path) -> Non
     shown = table({**figures, **agreement, "machine": machine, "trl": {"micro_batch": 8}, "blocks": blocks})
     assert "12.000" in shown and "6.00" in shown and "(median; 90 to 110)" in shown
     json.dumps(figures)
-    plot(tmp_path / "bars.png", [{**figures, "arguments": SMALL}] * 2)
-    assert (tmp_path / "bars.png").stat().st_size > 1000
     replay = summary([steps_of("trl", [8.0]), steps_of("ours", [2.0])], {"update": 0.5})
     assert (replay["ratio_update"], replay["ratio_rollout"], replay["ratio_step"]) == (4, None, None)
 

@@ -9,8 +9,9 @@ Batches of single answers alone stay with `Rollout.generate_sequences`, which ta
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
@@ -59,16 +60,19 @@ class AgentLoop:
     ) -> None:
         self.config, self.engine = config, engine
         rollout = config.actor_rollout_ref.rollout
-        self.agents = load_agents(rollout.agent)
         self.game, self.free_environments = game, list[EnvSlot]()
         self.turns_apart = game is not None and (config.env.mode == "step" or config.env.history == "turns")
-        self.conversations = (
-            ToolEpisodes(rollout.multi_turn, tokenizer) if game is None or uses_tools(rollout) else None
-        )
-        tools = self.conversations.template_kwargs(tokenizer) if self.conversations else {}
-        self.chat = ChatFormat(tokenizer, data_settings(config, tools).apply_chat_template_kwargs)
-        most = rollout.response_length
-        self.limits = Limits(response=most, answer=rollout.multi_turn.max_tokens_per_turn or most)
+        has_tools = game is None or uses_tools(rollout)
+        self.conversations = ToolEpisodes(rollout.multi_turn, tokenizer) if has_tools else None
+        tools = self.conversations.template_kwargs(tokenizer) if has_tools else {}
+        self.chat = chat = ChatFormat(tokenizer, data_settings(config, tools).apply_chat_template_kwargs)
+        self.limits = Limits(rollout.response_length, rollout.multi_turn.max_tokens_per_turn or rollout.response_length)
+        self.episodes: dict[str, Callable[[Row], Episode]] = {  # by what rows begin
+            name: partial(find("episode", agent.kind, AGENT_KEY), agent=agent, config=config, chat=chat)
+            for name, agent in load_agents(rollout.agent).items()
+        }
+        self.episodes |= {SINGLE_TURN: SingleAnswer, ENVIRONMENT: self.environment_episode}
+        self.episodes[TOOL_AGENT] = lambda row: self.conversations(row, chat, rollout.prompt_length)
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Plays the episodes that `prompts` begin: rows with the columns of a rollout and of episodes beside their own.
@@ -78,24 +82,24 @@ class AgentLoop:
         """
         thread, before = CallingThread(), len(stuck)
         pump = AsyncEngine(self.engine, nullcontext, thread)
-        rows = rows_of(prompts)
-        numbers = range(first_row, first_row + len(rows))
+        numbers = range(first_row, first_row + len(prompts))
         policies = [Policy(pump, sampling, seed, number, not self.turns_apart) for number in numbers]
         with loop_in_thread() as loop:
             try:
-                episodes = thread.run_until(asyncio.run_coroutine_threadsafe(self.play_all(rows, policies), loop))
+                episodes = thread.run_until(asyncio.run_coroutine_threadsafe(self.play_all(prompts, policies), loop))
             finally:
                 self.engine.abort(range(next(pump.numbers)))  # each that was ever asked, left or not
         report_stuck(before)
         return self.columns(prompts, episodes, [f"{seed}-{number}" for number in numbers])
 
-    async def play_all(self, rows: Sequence[Row], policies: Sequence[Policy]) -> list[list[Sample]]:
+    async def play_all(self, prompts: DataProto, policies: Sequence[Policy]) -> list[list[Sample]]:
+        rows = (row.non_tensor_batch for row in prompts)
         return await asyncio.gather(*map(self.play_row, rows, policies))
 
     async def play_row(self, row: Row, policy: Policy) -> list[Sample]:
         """Plays an episode, again if the other side raised; returns its rows."""
         for _ in range(ATTEMPTS):
-            episode = self.open(row)
+            episode = self.episodes[row[AGENT_COLUMN]](row)
             try:
                 samples = await episode.play(policy, self.chat, self.limits)
             finally:
@@ -106,18 +110,11 @@ class AgentLoop:
                 break
         return samples
 
-    def open(self, row: Row) -> Episode:
-        """Opens the episode that a row begins."""
-        if row[AGENT_COLUMN] == TOOL_AGENT:
-            return self.conversations(row, self.chat, self.config.actor_rollout_ref.rollout.prompt_length)
-        if row[AGENT_COLUMN] == SINGLE_TURN:
-            return SingleAnswer(row)
-        if row[AGENT_COLUMN] != ENVIRONMENT:
-            agent = self.agents[row[AGENT_COLUMN]]
-            return find("episode", agent.kind, AGENT_KEY)(row, agent, self.config, self.chat)
+    def environment_episode(self, row: Row) -> Episode:
+        """Opens an episode of the environment, beside which there may be tools."""
         timeout = None if self.config.env.in_processes else self.config.env.timeout  # processes keep it themselves
-        game = EnvEpisode(row, self.game, self.free_environments, self.turns_apart, timeout)
-        return game if self.conversations is None else ToolsBeside(game, self.conversations.toolbox(row))
+        episode = EnvEpisode(row, self.game, self.free_environments, self.turns_apart, timeout)
+        return episode if self.conversations is None else ToolsBeside(episode, self.conversations.toolbox(row))
 
     def close(self) -> None:
         """Gives back what environments hold."""
@@ -133,16 +130,16 @@ class AgentLoop:
         extras = dict.fromkeys(name for sample in samples for name in sample.extras)
         for sample in samples:  # of several kinds of episodes
             sample.extras = {name: sample.extras.get(name) for name in extras}
-        source = [place for place, episode in enumerate(episodes) for _ in episode]
+        positions = [position for position, episode in enumerate(episodes) for _ in episode]
         rollout = self.config.actor_rollout_ref.rollout
         batch = collate(samples, rollout.prompt_length, rollout.response_length, self.engine.pad_token_id)
         batch.batch.update(collate_turns(samples, rollout.response_length))
         if self.game is None:  # the reward function scores conversations
             batch.batch.pop("token_level_scores")
-        batch.non_tensor_batch["episode"] = object_array([names[place] for place in source])
-        began = prompts.select_idxs(source)
-        began.non_tensor_batch["raw_prompt_ids"] = object_array([sample.prompt_ids for sample in samples])
-        return batch.union(began)
+        batch.non_tensor_batch["episode"] = object_array([names[position] for position in positions])
+        prompts = prompts.select_idxs(positions)
+        prompts.non_tensor_batch["raw_prompt_ids"] = object_array([sample.prompt_ids for sample in samples])
+        return batch.union(prompts)
 
 
 def report_stuck(before: int) -> None:
@@ -152,13 +149,8 @@ def report_stuck(before: int) -> None:
         RuntimeError: there are more than MOST_STUCK such calls.
     """
     remedy = "Play environments in processes, which can be killed: env.processes=4."
-    found = f"calls of environments or tools that hang, each in a thread: {len(stuck)}"
+    text = f"calls of environments or tools that hang, each in a thread: {len(stuck)}"
     if len(stuck) > MOST_STUCK:
-        raise RuntimeError(f"{found}, more than {MOST_STUCK}. {remedy}")
+        raise RuntimeError(f"{text}, more than {MOST_STUCK}. {remedy}")
     if len(stuck) > before:
-        logger.warning("%s. %s", found, remedy)
-
-
-def rows_of(prompts: DataProto) -> list[Row]:
-    """Returns the object columns of each row."""
-    return [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]
+        logger.warning("%s. %s", text, remedy)

@@ -15,7 +15,7 @@ Table = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # P[state][a
 def transition_table(env: gym.Env) -> Table | None:
     """The table `P` of an environment that keeps one, and its state's number as `s`: gymnasium's toy_text does."""
     table = vars(env.unwrapped).get("P")
-    return table if isinstance(table, dict) else None
+    return table if isinstance(table, dict) and isinstance(table.get(0), dict) else None
 
 
 def best_actions(table: Table, discount: float = 0.99, tie: float = 1e-9) -> np.ndarray:
@@ -50,27 +50,9 @@ def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
     return paths
 
 
-def check_table(table: Table, env: gym.Env) -> None:
-    """Raises ValueError unless `table`, the `P` of an `env` that was reset, is a transition table and `s` its state."""
-    if not is_table(table) or vars(env.unwrapped).get("s") not in table:
-        raise ValueError(
-            f"{env.unwrapped.spec.id} has a dictionary P that is no transition table: P[state][action] must be a list "
-            "of (probability, next state, reward, terminated), and env.s the state"
-        )
-
-
-def is_table(table: dict) -> bool:
-    """Whether `table` has the form of `Table`, each state the same actions, and every transition leads to a state."""
-    states = range(len(table))
-    if not table or set(table) != set(states) or not all(isinstance(row, dict) for row in table.values()):
-        return False
-    actions = set(range(len(table[0])))
-    outcomes = [outcomes for row in table.values() for outcomes in row.values()]
-    return (
-        all(set(row) == actions for row in table.values())
-        and all(isinstance(some, list) and some for some in outcomes)
-        and all(len(outcome) == 4 and outcome[1] in states for some in outcomes for outcome in some)
-    )
+def useful_paths(paths: dict[int, tuple[int, ...]], best: np.ndarray) -> list[tuple[int, ...]]:
+    """Returns the paths to states in which some action is better than another."""
+    return [path for state, path in paths.items() if not best[state].all()]
 
 
 def worst_reward(table: Table) -> float:

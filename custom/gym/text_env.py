@@ -1,7 +1,7 @@
-"""The machinery of text environments: states that can be replayed, optimal actions, rewards and whole episodes.
+"""Text environments: states that can be replayed, optimal actions, rewards and whole episodes.
 
-`custom/env_wrapper.py` says how environments look as text; nothing here knows any of them. Left out: images, vectorised
-environments, and sharing one object between threads (take a `clone` for each).
+custom/env_wrapper.py says how each environment looks as text. Left out: images, vectorised environments, and sharing
+one object between threads (take a `clone` for each).
 """
 
 import copy
@@ -20,7 +20,7 @@ import numpy as np
 from configs.errors import notice_once, warns_of_close
 from configs.import_utils import load_module
 from configs.schema import SuccessConfig
-from custom.gym.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
+from custom.gym.planning import best_actions, shortest_paths, transition_table, useful_paths, worst_reward
 from custom.gym.texts import last_mention, mark_ansi, text_of
 from data.types import check_reward, check_text
 
@@ -65,8 +65,8 @@ def success_rule(rule: SuccessConfig | Mapping[str, Any] | None) -> SuccessConfi
 
 
 def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total: float, said: bool = False) -> bool:
-    """Whether an episode that is over fulfils every condition of `rule`: its rewards sum to `total`, and `said` is what
-    info["success"] was last."""
+    """Whether an episode that is over fulfils `rule`: `total` is the sum of its rewards, `said` the last
+    info["success"]."""
     return (
         rule.terminated in (None, terminated)
         and rule.said in (None, bool(said))
@@ -92,13 +92,12 @@ def checked_step(result: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
 class TextEnv:
     """A text environment; settings left at None are read off the gymnasium environment.
 
-    Without an `invalid_reward`, an answer without a legal action costs no less than the worst legal one: it earns the
-    lowest reward of the transition table, or else the lowest that a few random walks met, and never more than 0. Those
-    walks are played twice when the object is made: an environment that does not repeat itself is refused. One that is
-    not `repeatable` plays episodes from its resets; it is not tried out, and has no other states.
+    A few random walks are played twice when it is made: an environment that does not repeat itself is refused. One that
+    is not `repeatable` is not tried out, and plays episodes from its resets alone.
 
-    Raises ValueError for settings that contradict each other or the environment, and for one that ignores its seeds;
-    RuntimeError, naming the seed and the actions that led there, when the environment or `observation_to_text` raises.
+    Raises:
+        ValueError: settings contradict each other or the environment, or it ignores its seeds.
+        RuntimeError: the environment or `observation_to_text` raises; names the seed and the actions that led there.
     """
 
     env_id: str
@@ -112,7 +111,7 @@ class TextEnv:
     max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
     reward: str | None = None  # of compute_reward: "progress" (default where there is a transition table) or "env"
     invalid_action: str = "retry"  # an answer without a legal action uses up a turn, or does it "end" the episode
-    invalid_reward: float | None = None  # for such an answer; default: the worst of a legal one, or 0
+    invalid_reward: float | None = None  # for such an answer; default: the worst of the table or the walks, at most 0
     invalid_feedback: str = "That was no legal action."  # goes before the observation that follows it; "": nothing
     success: SuccessConfig | Mapping[str, Any] | None = None  # which episodes succeed; default: as info["success"] says
     max_walk: int = 20  # most random moves from a reset to a training state
@@ -161,8 +160,7 @@ class TextEnv:
     def _try_out(self) -> float:
         """Plays a few random walks twice, in a thread, as episodes are: the worst reward of a legal action, at most 0.
 
-        Raises ValueError if a walk went differently the second time: then no state could be restored; or if a move took
-        more than `timeout` seconds.
+        Raises ValueError if a walk goes differently the second time, or if a move takes more than `timeout` seconds.
         """
         worst: Future[float] = Future()
 
@@ -194,20 +192,17 @@ class TextEnv:
                     self._check_equal(moment, again, f"after reset(seed={seed}) and actions {list(walk[:played])}")
                 worst = min([worst, *(reward for _, reward, _ in first)])
             table = transition_table(self._env)
-            if table is None:
-                return worst
-            check_table(table, worlds[self.layout(0)])
-            return min(worst, worst_reward(table))
+            return worst if table is None else min(worst, worst_reward(table))
         finally:
             for env in worlds.values():
                 self._close_one(env)
 
     def _check_equal(self, moment: Moment, again: Moment, where: str) -> None:
-        for what, one, other in zip(("observation", "reward", "end"), moment, again, strict=True):
-            if one != other:
+        for what, first, second in zip(("observation", "reward", "end"), moment, again, strict=True):
+            if first != second:
                 raise ValueError(
-                    f"{self.env_id} does not repeat itself: {where} the {what} was {reprlib.repr(one)}, then "
-                    f"{reprlib.repr(other)}: begin reset with super().reset(seed=seed), draw from self.np_random"
+                    f"{self.env_id} does not repeat itself: {where} the {what} was {reprlib.repr(first)}, then "
+                    f"{reprlib.repr(second)}: begin reset with super().reset(seed=seed), draw from self.np_random"
                 )
 
     def _story(self, env: gym.Env, seed: int, actions: Sequence[Any]) -> Iterator[Moment]:
@@ -219,8 +214,7 @@ class TextEnv:
             for action in actions:
                 self._tried += 1
                 played.append(action)
-                moved = checked_step(env.step(self._acted.native(action)))
-                observation, reward, terminated, truncated, info = moved
+                observation, reward, terminated, truncated, info = self._step(env, action)
                 if "success" in info and self.success is None:
                     self.success = SuccessConfig(said=True)
                 yield self._observe(env, observation), reward, terminated or truncated
@@ -245,7 +239,7 @@ class TextEnv:
 
     @property
     def writes_out(self) -> bool:
-        """Whether observations are written out: no function and no rendering makes texts of them, and they are none."""
+        """Whether observations are written out from their space, as nothing makes texts of them."""
         return self._observed is not None and not isinstance(self._observed.space, gym.spaces.Text)
 
     def _set_actions(self, space: gym.Space) -> None:
@@ -304,8 +298,8 @@ class TextEnv:
         return self._restore(self._world(self.layout(seed)), seed, ())
 
     def get_state(self, i: int, reset_seed: int | None = None) -> EnvState:
-        """The i-th training state, fixed by (seed, i), not terminal, of `reset_seed` if given: a start (`from_start`),
-        one where some action is better, by a deterministic table's shortest way, or the end of a random walk."""
+        """The i-th training state, fixed by (seed, i), after `reset_seed` if given: a start (`from_start`), a state
+        where some action is better, by a deterministic table's shortest way, or the end of a random walk."""
         seed = self.train_seed(i) if reset_seed is None else reset_seed
         if self.from_start:
             return self.start_state(seed)
@@ -322,8 +316,7 @@ class TextEnv:
         if not paths:
             seed_of_moves, length = int(rng.integers(2**31)), int(rng.integers(self.max_walk + 1))
             return self._random_walk(env, seed_of_moves, length)
-        best = self._best(self.layout(seed))
-        useful = [path for state, path in paths.items() if not best[state].all()]
+        useful = useful_paths(paths, self._best(self.layout(seed)))
         if not useful:
             raise ValueError(f"{self.env_id}, seed {seed}: no action is better than another; is the goal within reach?")
         return useful[rng.integers(len(useful))]
@@ -343,14 +336,13 @@ class TextEnv:
         return tuple(np.flatnonzero(self._best(layout)[env.unwrapped.s]).tolist())
 
     def get_action(self, state: EnvState | int) -> int | None:
-        """An optimal action in a state, or in the training state of this number; None where there is no transition
-        table."""
+        """An optimal action in a state, or in the i-th training state; None: there is no transition table."""
         state = self.get_state(state) if isinstance(state, int) else state
         return next(iter(self.optimal_actions(state)), None)
 
     def compute_reward(self, state: EnvState, action: int | None) -> float:
-        """Reward of one action, the same each time: under "progress" 1.0 if it is optimal, else 0.0; under "env" what
-        the environment pays, and `invalid_reward` for one that is not legal (None, or outside the action space)."""
+        """Reward of one action: under "progress" 1.0 if it is optimal, else 0.0; under "env" what the environment pays,
+        and `invalid_reward` for one that is not legal (None, or outside the action space)."""
         action = self._legal(action)
         if self.reward == "progress":
             return float(action in self.optimal_actions(state))
@@ -359,7 +351,7 @@ class TextEnv:
         env = self._world(self.layout(state.seed))
         self._restore(env, state.seed, state.actions)
         with self._blame(state.seed, [*state.actions, action]):
-            return checked_step(env.step(self._acted.native(action)))[1]
+            return self._step(env, action)[1]
 
     def state_to_text(self, state: EnvState) -> str:
         """The prompt: the instruction, if there is one, and the observation."""
@@ -376,8 +368,8 @@ class TextEnv:
         return None if index is None else self.actions[index]
 
     def _legal(self, action: Any, said: str = "") -> Any | None:
-        """Returns the plain form of an action ("0" and 0.0 are 0, where they are numbered), or None if it is not in the
-        action space; raises ValueError if it is no action of any form. `said`: how the message begins."""
+        """Returns the plain form of an action ("0" and 0.0 are 0, where they are numbered); None: it is outside the
+        action space. Raises ValueError, with `said` first, if it is no action of any form."""
         if action is None:
             return None
         try:
@@ -427,11 +419,10 @@ class TextEnv:
     def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Play one plain action, as read from an answer: what `step` returns, the text being what the player is told.
 
-        None, or an action outside the action space, earns `invalid_reward` and leaves the environment as it is; it uses
-        up a turn, and the text begins with `invalid_feedback`, or it ends the episode, as `invalid_action` says.
-        `info` adds action, turns, invalid (answers so far), return (the sum of rewards so far), success and end_reason:
-        terminated, env_truncated, max_turns, None. Success is what the rule `success` says of an episode that is over
-        (before, or after an illegal end: False); without a rule None.
+        None, or an action outside the action space, earns `invalid_reward` and leaves the environment as it is: it uses
+        up a turn, or ends the episode, as `invalid_action` says. `info` adds action, turns, invalid (answers so far),
+        return (the sum of rewards), success and end_reason (terminated, env_truncated, max_turns, None). Success is
+        what the rule says of an episode that is over (before, or after an illegal end: False); None without a rule.
         """
         if self._over:
             raise ValueError("no episode is running: call reset(seed) first")
@@ -440,8 +431,7 @@ class TextEnv:
         if legal:
             self._actions.append(action)
             with self._blame(self._seed, self._actions):
-                moved = checked_step(self._env.step(self._acted.native(action)))
-                observation, reward, terminated, truncated, said = moved
+                observation, reward, terminated, truncated, said = self._step(self._env, action)
                 self._text = self._observe(self._env, observation)
         self._invalid += not legal
         self._feedback = "" if legal else self.invalid_feedback
@@ -456,8 +446,8 @@ class TextEnv:
             success = fair and is_success(self.success, terminated, reward, self._return, self._said)
         elif "success" in said:
             notice_once(f"{self.env_id} says info['success'] now, and not at the start: set env.success.said=true.")
-        own = {"success": success, "action": action, "turns": self._turns, "invalid": self._invalid}
-        info = {**said, **own, "return": self._return, "end_reason": reason}
+        info = {**said, "success": success, "action": action, "turns": self._turns, "invalid": self._invalid}
+        info |= {"return": self._return, "end_reason": reason}
         return self.state.reply, reward, terminated, self._over and not terminated, info
 
     def close(self) -> None:
@@ -493,6 +483,9 @@ class TextEnv:
         except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
             remedy = f"{module} has no gym.register({name!r}, …)" if module else "Name what registers it"
             raise ValueError(f"{self.env_id!r}: {error} {remedy}, as in env.id=my_module:MyGame-v0.") from error
+
+    def _step(self, env: gym.Env, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return checked_step(env.step(self._acted.native(action)))
 
     def _observe(self, env: gym.Env, observation: Any) -> str:
         if self._renders:

@@ -56,23 +56,22 @@ class CurriculumSampler(AbstractCurriculumSampler):
         self.key, self.success_above, self.memory = key, success_above, memory
         self.rates: dict[str, float] = {}  # by bin, of those that were drawn
         self.observed: dict[str, int] = {}  # by bin, how often
-        self.drawn = 0
-        self.place = 0  # in the epoch
+        self.drawn = self.position = 0  # of all draws; in the epoch
         self._look_through()
 
     def _look_through(self) -> None:
         """Sorts the rows into bins."""
         size = self.rows_of_epoch()
         values = range(size) if self.key is None else column_of(self.data_source, self.key)[:size]
-        found: dict[Any, list[int]] = defaultdict(list)
+        rows: dict[Any, list[int]] = defaultdict(list)
         for position, value in enumerate(values):
-            found[value].append(position)
-        if None in found:
+            rows[value].append(position)
+        if None in rows:
             raise ValueError(
-                f"{type(self).__name__}: row {found[None][0]} and {len(found[None]) - 1} others have no {self.key}; "
+                f"{type(self).__name__}: row {rows[None][0]} and {len(rows[None]) - 1} others have no {self.key}: "
                 "data.sampler.kwargs.key must name a column that every row fills."
             )
-        self.bins = {str(value): np.array(found[value]) for value in sorted(found)}
+        self.bins = {str(value): np.array(rows[value]) for value in sorted(rows)}
         self.bin_of = {position: name for name, positions in self.bins.items() for position in positions.tolist()}
         self._draw_from: np.ndarray | None = None
 
@@ -87,10 +86,10 @@ class CurriculumSampler(AbstractCurriculumSampler):
     def __iter__(self) -> Iterator[int]:
         if self.rows_of_epoch() != len(self.bin_of):
             self._look_through()
-        while self.place < self.rows_of_epoch():
-            self.place, self.drawn = self.place + 1, self.drawn + 1
+        while self.position < self.rows_of_epoch():
+            self.position, self.drawn = self.position + 1, self.drawn + 1
             yield self._draw()
-        self.place = 0
+        self.position = 0
 
     def _draw(self) -> int:
         if self._draw_from is None:
@@ -113,10 +112,10 @@ class CurriculumSampler(AbstractCurriculumSampler):
         self._draw_from = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": dict(self.rates), "observed": dict(self.observed), "drawn": self.drawn, "place": self.place}
+        return {"rates": dict(self.rates), "observed": dict(self.observed), "drawn": self.drawn, "place": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rates, self.drawn, self.place = dict(state["rates"]), state["drawn"], state["place"]
+        self.rates, self.drawn, self.position = dict(state["rates"]), state["drawn"], state["place"]
         self.observed = dict(state["observed"])
         self._draw_from = None
 

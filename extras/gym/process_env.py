@@ -39,8 +39,6 @@ class ProcessEnv:
     """
 
     def __init__(self, environment: Environment, processes: int, timeout: float | None = 60.0) -> None:
-        if processes < 1:
-            raise ValueError(f"processes={processes}: at least 1; 0 in env.processes plays in the run's own process")
         self.environment, self.processes, self.timeout = environment, processes, timeout
         self._pool = [Process(environment, timeout) for _ in range(processes)]
         self._numbers = itertools.count()
@@ -59,7 +57,7 @@ class ProcessEnv:
         return ProcessEnv, (self.environment, self.processes, self.timeout)
 
     def clone(self) -> "ProcessEnv":
-        """An environment with the same settings and processes, to play several episodes side by side."""
+        """Returns an environment with the same settings and processes, to play several episodes side by side."""
         twin = object.__new__(ProcessEnv)
         vars(twin).update(vars(self))
         twin._begin()
@@ -81,17 +79,14 @@ class ProcessEnv:
         with self._process.lock:
             self._process.start()
             if self._life != self._process.life:  # another episode took the process down
-                self._return()
+                self._play_anew()
             moved, self._state = self._process.call(self._number, (("act", (action,)),), self._story)
         self._story = (*self._story, ("act", (action,)))
         return moved
 
-    def _return(self) -> None:
-        """Plays the episode anew up to where it is."""
+    def _play_anew(self) -> None:
         if not self.environment.repeatable:
-            raise RuntimeError(
-                f"{self.env_id} cannot be played anew, and lost its process to another: {self._process.end}"
-            )
+            raise RuntimeError(f"{self.env_id} is not repeatable, and its process is lost: {self._process.end}")
         self._process.call(self._number, self._story)
         self._life = self._process.life
 
@@ -132,10 +127,7 @@ class Process:
         self._forgotten.append(number)
 
     def call(self, number: int, chapters: Story, before: Story = ()) -> tuple[Any, Any]:
-        """Plays on in the episode `number`; returns the result of the last of the chapters, and the state now.
-
-        Raises as `ProcessEnv` says, naming the chapters, those before included.
-        """
+        """Plays on in the episode `number`; returns the result of the last of the chapters, and the state now."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         seconds = None if self.timeout is None else self.timeout * len(chapters)
         asked = self._child.ask(pickle.dumps((number, chapters, forgotten)), seconds)
@@ -206,5 +198,5 @@ def play(episode: Environment, chapters: Story) -> tuple[Any, Exception | None, 
             moved = (*moved[:4], {key: moved[4][key] for key in READ})
         return (moved, episode.state), None, ""
     except (RuntimeError, ValueError, TypeError) as error:
-        place = users_line(error) if error.__cause__ else None
-        return None, type(error)(f"{error} (at {place})") if place else error, traceback.format_exc()
+        line = users_line(error) if error.__cause__ else None
+        return None, type(error)(f"{error} (at {line})") if line else error, traceback.format_exc()

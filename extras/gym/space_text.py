@@ -1,9 +1,6 @@
 """The text of any gymnasium space: observations that can be read, and actions read out of an answer.
 
-These are the defaults, for whatever an environment has no `observation_to_text` or `text_to_action`.
-
-On our side an action is plain data, to be kept, compared and pickled: a number, a text, or a tuple of such.
-`native_action` makes of it what the environment is given.
+The defaults for an environment without `observation_to_text` or `text_to_action`.
 """
 
 import math
@@ -23,46 +20,122 @@ NUMBER = re.compile(r"(?<![\w.])(?:(?<!\d)[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\
 ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
+class AnswerSpace(gym.Space[str]):
+    """Answers that an environment takes as they are; `instruction` says what to answer, `contains` what is legal."""
+
+    def __init__(self, instruction: str) -> None:
+        super().__init__(dtype=str)
+        self.instruction = instruction
+
+
 class SpaceText:
-    """Writes and reads the values of a space, as text_env asks: custom/gym/texts.py has the methods' contract."""
+    """The values of any space, written and read part by part: custom/gym/texts.py has the methods' contract."""
 
     def __init__(self, space: gym.Space) -> None:
         self.space = space
 
-    def check(self, names: Sequence[str] | None) -> None:
-        check_observations(self.space, names)
+    def check(self, names: Sequence[str] | None = None) -> None:
+        """Raises ValueError where `write` would be no reading: for images, say, or names that do not fit."""
+        space = self.space
+        for part in parts(space):
+            SpaceText(part).check()
+        if isinstance(space, ARRAYS) and (size := math.prod(space.shape)) > MAX_NUMBERS:
+            raise ValueError(
+                f"an observation has {' x '.join(map(str, space.shape))} = {size} numbers, more than the {MAX_NUMBERS} "
+                "that are written out: give it an observation_to_text"
+            )
+        if names is not None and (not isinstance(space, ARRAYS) or (len(names),) != space.shape):
+            raise ValueError(f"{len(names)} observation_names for {space}: they name the numbers of a flat array")
 
     def write(self, observation: Any, names: Sequence[str] | None = None) -> str:
-        return observation_text(self.space, observation, names)
+        """An observation in text.
+
+        An array has its last axis in lines, numbers rounded to a thousandth of their range or, unbounded, to three
+        digits; `names` go before those of a flat one. A dict has a line for each key. What else there is: `str`.
+        """
+        space = self.space
+        if isinstance(space, ARRAYS):
+            values = np.asarray(observation, space.dtype).ravel().tolist()
+            numbers = [number_text(*entry) for entry in zip(values, *bounds(space), strict=True)]
+            if names is not None:
+                return ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
+            return array_text(np.array(numbers, dtype=object).reshape(space.shape))
+        if isinstance(space, spaces.Dict):
+            return "\n".join(with_label(key, SpaceText(part).write(observation[key])) for key, part in space.items())
+        if isinstance(space, spaces.Tuple):
+            return join_texts([SpaceText(part).write(value) for part, value in zip(space, observation, strict=True)])
+        if isinstance(space, spaces.OneOf):
+            choice, value = observation
+            return with_label(choice, SpaceText(space.spaces[choice]).write(value))
+        if isinstance(space, spaces.Sequence):
+            items = iterate(space.stacked_feature_space, observation) if space.stack else observation
+            return join_texts([SpaceText(space.feature_space).write(item) for item in items]) or "none"
+        if isinstance(space, spaces.Graph):
+            return "\n".join(graph_lines(space, observation))
+        return str(observation)
 
     def how_to_answer(self) -> str:
-        return how_to_answer(self.space)
+        space = self.space
+        if isinstance(space, AnswerSpace):
+            return space.instruction
+        if isinstance(space, spaces.Text):
+            return f"Answer with a text of at most {space.max_length} characters."
+        numbers = [*slots(space)]
+        kind = "whole number" if all(slot.whole for slot in numbers) else "number"
+        if len(numbers) == 1:
+            return f"Answer with a {kind}{numbers[0].bounds_text}."
+        if len(set(numbers)) == 1 and not numbers[0].name:
+            return f"Answer with {len(numbers)} {kind}s{numbers[0].bounds_text}."
+        described = ", ".join(f"{slot.name}{slot.bounds_text}".strip() or "any" for slot in numbers)
+        return f"Answer with {len(numbers)} {kind}s: {described}."
 
     def read(self, answer: str) -> Any | None:
-        return read_action(self.space, answer)
+        """Reads the plain action that an answer asks for: for texts the answer, else its last numbers; or None.
+
+        What lies beyond the bounds of a Box counts as at them; elsewhere no number may be out of range.
+        """
+        if isinstance(self.space, spaces.Text | AnswerSpace):
+            return answer.strip()
+        numbers = [*slots(self.space)]
+        values = [
+            slot.read(number) for slot, number in zip(numbers, NUMBER.findall(answer)[-len(numbers) :], strict=False)
+        ]
+        return None if len(values) < len(numbers) or None in values else self._fill(iter(values))
+
+    def _fill(self, values: Iterator[float]) -> Any:
+        if isinstance(self.space, spaces.Discrete):
+            return next(values)
+        if isinstance(self.space, ARRAYS):
+            return self.plain([next(values) for _ in range(math.prod(self.space.shape))])
+        return tuple(SpaceText(part)._fill(values) for part in parts(self.space))
 
     def answer(self, action: Any) -> str:
-        return action_text(self.space, action)
+        if isinstance(action, tuple):
+            of = parts(self.space) or [self.space] * len(action)
+            return " ".join(SpaceText(part).answer(value) for part, value in zip(of, action, strict=True))
+        if isinstance(action, float):
+            return np.format_float_positional(self.space.dtype.type(action), trim="-")
+        return str(int(action)) if isinstance(action, bool) else str(action)
 
     def plain(self, action: Any) -> Any:
-        return plain_action(self.space, action)
+        space = self.space
+        if isinstance(space, ARRAYS):
+            return tuple(np.array(action, space.dtype).reshape(space.shape).ravel().tolist())
+        if isinstance(space, spaces.Dict) and isinstance(action, dict):
+            return tuple(SpaceText(part).plain(action[key]) for key, part in space.items())
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            return tuple(SpaceText(part).plain(value) for part, value in zip(parts(space), action, strict=True))
+        return action.item() if isinstance(action, np.generic) else action
 
     def native(self, action: Any) -> Any:
-        return native_action(self.space, action)
-
-
-def check_observations(space: gym.Space, names: Sequence[str] | None = None) -> None:
-    """Raises ValueError where `observation_text` would be no reading: for images, say, or names that do not fit."""
-    for part in parts(space):
-        check_observations(part)
-    if isinstance(space, ARRAYS) and (size := math.prod(space.shape)) > MAX_NUMBERS:
-        raise ValueError(
-            f"an observation has {' x '.join(map(str, space.shape))} = {size} numbers, more than the {MAX_NUMBERS} "
-            "that are written out: give it an observation_to_text that says what matters, or wrap it in something "
-            "smaller"
-        )
-    if names is not None and (not isinstance(space, ARRAYS) or (len(names),) != space.shape):
-        raise ValueError(f"{len(names)} observation_names for {space}: they name the numbers of a flat array")
+        space = self.space
+        if isinstance(space, ARRAYS):
+            return np.array(action, space.dtype).reshape(space.shape)
+        if isinstance(space, spaces.Dict):
+            return {k: SpaceText(part).native(value) for (k, part), value in zip(space.items(), action, strict=True)}
+        if isinstance(space, spaces.Tuple):
+            return tuple(SpaceText(part).native(value) for part, value in zip(space, action, strict=True))
+        return action
 
 
 def parts(space: gym.Space) -> Sequence[gym.Space]:
@@ -78,39 +151,12 @@ def parts(space: gym.Space) -> Sequence[gym.Space]:
     return []
 
 
-def observation_text(space: gym.Space, observation: Any, names: Sequence[str] | None = None) -> str:
-    """An observation of `space` in text.
-
-    An array has its last axis in lines, numbers rounded to a thousandth of their range or, unbounded, to three digits;
-    `names` go before those of a flat one. A dict has a line for each key. What is no space of gymnasium's: `str`.
-    """
-    if isinstance(space, ARRAYS):
-        values = np.asarray(observation, space.dtype).ravel().tolist()
-        numbers = [number_text(*entry) for entry in zip(values, *bounds(space), strict=True)]
-        if names is not None:
-            return ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
-        return array_text(np.array(numbers, dtype=object).reshape(space.shape))
-    if isinstance(space, spaces.Dict):
-        return "\n".join(with_label(key, observation_text(part, observation[key])) for key, part in space.items())
-    if isinstance(space, spaces.Tuple):
-        return join_texts([*map(observation_text, space.spaces, observation)])
-    if isinstance(space, spaces.OneOf):
-        choice, value = observation
-        return with_label(choice, observation_text(space.spaces[choice], value))
-    if isinstance(space, spaces.Sequence):
-        items = iterate(space.stacked_feature_space, observation) if space.stack else observation
-        return join_texts([observation_text(space.feature_space, item) for item in items]) or "none"
-    if isinstance(space, spaces.Graph):
-        return "\n".join(graph_lines(space, observation))
-    return str(observation)
-
-
 def graph_lines(space: spaces.Graph, graph: Any) -> Iterator[str]:
     for number, node in enumerate(graph.nodes):
-        yield with_label(f"node {number}", observation_text(space.node_space, node))
-    for place, (start, end) in enumerate([] if graph.edge_links is None else graph.edge_links):
+        yield with_label(f"node {number}", SpaceText(space.node_space).write(node))
+    for number, (start, end) in enumerate([] if graph.edge_links is None else graph.edge_links):
         name = f"edge {start} to {end}"
-        yield name if graph.edges is None else with_label(name, observation_text(space.edge_space, graph.edges[place]))
+        yield name if graph.edges is None else with_label(name, SpaceText(space.edge_space).write(graph.edges[number]))
 
 
 def with_label(name: Any, text: str) -> str:
@@ -149,14 +195,6 @@ def number_text(value: float, low: float, high: float) -> str:
     return text if float(text) else text.removeprefix("-")
 
 
-class AnswerSpace(gym.Space[str]):
-    """Answers that an environment takes as they are; `instruction` says what to answer, `contains` what is legal."""
-
-    def __init__(self, instruction: str) -> None:
-        super().__init__(dtype=str)
-        self.instruction = instruction
-
-
 @dataclass(frozen=True)
 class Slot:
     """One number of an action."""
@@ -176,6 +214,11 @@ class Slot:
             return None
         return int(value) if self.whole else value
 
+    @property
+    def bounds_text(self) -> str:
+        low = f" from {self.low:g}" if math.isfinite(self.low) else ""
+        return f"{low} to {self.high:g}" if math.isfinite(self.high) else low
+
 
 def slots(space: gym.Space, name: str = "") -> Iterator[Slot]:
     """The numbers that an action of `space` is made of, in order; raises ValueError if it is made of anything else."""
@@ -192,76 +235,3 @@ def slots(space: gym.Space, name: str = "") -> Iterator[Slot]:
             yield from slots(part, name)
     else:
         raise ValueError(f"an action of {space} is not made of numbers")
-
-
-def read_action(space: gym.Space, text: str) -> Any | None:
-    """The plain action that an answer asks for, or None: for spaces of texts the answer, else its last numbers.
-
-    What lies beyond the bounds of a Box counts as at them; elsewhere no number may be out of range.
-    """
-    if isinstance(space, spaces.Text | AnswerSpace):
-        return text.strip()
-    wanted = [*slots(space)]
-    found = NUMBER.findall(text)[-len(wanted) :]
-    values = [slot.read(number) for slot, number in zip(wanted, found, strict=False)]
-    return None if len(values) < len(wanted) or None in values else _filled(space, iter(values))
-
-
-def _filled(space: gym.Space, values: Iterator[float]) -> Any:
-    if isinstance(space, spaces.Discrete):
-        return next(values)
-    if isinstance(space, ARRAYS):
-        return plain_action(space, [next(values) for _ in range(math.prod(space.shape))])
-    return tuple(_filled(part, values) for part in parts(space))
-
-
-def plain_action(space: gym.Space, action: Any) -> Any:
-    """An action of the environment's own form as plain data; raises ValueError or TypeError if it has another form."""
-    if isinstance(space, ARRAYS):
-        return tuple(np.array(action, space.dtype).reshape(space.shape).ravel().tolist())
-    if isinstance(space, spaces.Dict) and isinstance(action, dict):
-        return tuple(plain_action(part, action[key]) for key, part in space.items())
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        return tuple(plain_action(part, value) for part, value in zip(parts(space), action, strict=True))
-    return action.item() if isinstance(action, np.generic) else action
-
-
-def native_action(space: gym.Space, action: Any) -> Any:
-    """Converts a plain action to what the environment accepts."""
-    if isinstance(space, ARRAYS):
-        return np.array(action, space.dtype).reshape(space.shape)
-    if isinstance(space, spaces.Dict):
-        return {key: native_action(part, value) for (key, part), value in zip(space.items(), action, strict=True)}
-    if isinstance(space, spaces.Tuple):
-        return tuple(map(native_action, space.spaces, action))
-    return action
-
-
-def action_text(space: gym.Space, action: Any) -> str:
-    """The answer that `read_action` reads as the plain `action`."""
-    if isinstance(action, tuple):
-        return " ".join(map(action_text, parts(space) or [space] * len(action), action))
-    if isinstance(action, float):
-        return np.format_float_positional(space.dtype.type(action), trim="-")
-    return str(int(action)) if isinstance(action, bool) else str(action)
-
-
-def how_to_answer(space: gym.Space) -> str:
-    """The instruction that goes with `read_action`."""
-    if isinstance(space, AnswerSpace):
-        return space.instruction
-    if isinstance(space, spaces.Text):
-        return f"Answer with a text of at most {space.max_length} characters."
-    wanted = [*slots(space)]
-    kind = "whole number" if all(slot.whole for slot in wanted) else "number"
-    if len(wanted) == 1:
-        return f"Answer with a {kind}{range_text(wanted[0])}."
-    if len(set(wanted)) == 1 and not wanted[0].name:
-        return f"Answer with {len(wanted)} {kind}s{range_text(wanted[0])}."
-    described = ", ".join(f"{slot.name}{range_text(slot)}".strip() or "any" for slot in wanted)
-    return f"Answer with {len(wanted)} {kind}s: {described}."
-
-
-def range_text(slot: Slot) -> str:
-    low = f" from {slot.low:g}" if math.isfinite(slot.low) else ""
-    return f"{low} to {slot.high:g}" if math.isfinite(slot.high) else low

@@ -57,19 +57,16 @@ def load_interactions(path: str) -> dict[str, BaseInteraction]:
 
     Raises:
         FileNotFoundError, ValueError, RuntimeError: a file, entry or class that cannot be used, or a name that comes
-            twice; names file, key and remedy.
+            twice.
     """
     interactions: dict[str, BaseInteraction] = {}
     for where, entry in read_entries(path, "interaction", ENTRY_KEYS):
-        found = load_class(entry, where, BaseInteraction)
-        name = entry.get("name") or (found.__name__.removesuffix(SUFFIX) or found.__name__).lower()
+        cls = load_class(entry, where, BaseInteraction)
+        name = entry.get("name") or (cls.__name__.removesuffix(SUFFIX) or cls.__name__).lower()
         if name in interactions:
-            raise ValueError(
-                f"Duplicate interaction name '{name}' found in {path}: rows name an interaction by it. Give each a "
-                "`name` of its own."
-            )
+            raise ValueError(f"Duplicate interaction name '{name}' found in {path}: give each a `name` of its own.")
         with naming_entry(entry, where):
-            interactions[name] = found({**(entry.get("config") or {}), "name": name})
+            interactions[name] = cls({**(entry.get("config") or {}), "name": name})
     return interactions
 
 
@@ -82,19 +79,17 @@ def interaction_of(interactions: Mapping[str, BaseInteraction], row: Mapping[str
     known, kwargs = ", ".join(interactions), kwargs_in(row, "interaction_kwargs")
     if "name" not in kwargs:
         raise ValueError(
-            f"'name' key is required in interaction_kwargs: extra_info.interaction_kwargs.name of every row says who "
-            f"speaks to the policy, one of {known}; it holds {kwargs}."
+            f"'name' key is required in interaction_kwargs: every row must name one of {known}; it holds {kwargs}."
         )
     if kwargs["name"] not in interactions:
         raise ValueError(
-            f"extra_info.interaction_kwargs.name is {kwargs['name']!r}, and the interactions of actor_rollout_ref."
-            f"rollout.multi_turn.interaction_config_path are {known}."
+            f"extra_info.interaction_kwargs.name is {kwargs['name']!r}; multi_turn.interaction_config_path has {known}."
         )
     return interactions[kwargs["name"]]
 
 
 class Users:
-    """Makes the simulated user of a conversation, of those that the yaml at `path` lists; calls have `timeout` seconds.
+    """Makes the simulated user of a conversation, of those in the yaml at `path`; calls have `timeout` seconds.
 
     Raises:
         FileNotFoundError, ValueError, RuntimeError: as `load_interactions`.

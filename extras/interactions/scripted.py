@@ -18,11 +18,11 @@ class ScriptedInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.said: dict[str, int] = {}  # lines, by conversation
+        self.lines: dict[str, int] = {}  # that were said, by conversation
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         instance_id = await super().start_interaction(instance_id)
-        self.said[instance_id] = 0
+        self.lines[instance_id] = 0
         return instance_id
 
     async def generate_response(
@@ -31,16 +31,14 @@ class ScriptedInteraction(BaseInteraction):
         settings = self.config | kwargs
         script, until = settings.get("script") or [], settings.get("until")
         if not isinstance(script, list) or not all(isinstance(line, str) for line in script):
-            raise ValueError(
-                f"interaction_kwargs.script is {script!r}; it must be a list of what the user says in turn."
-            )
+            raise ValueError(f"interaction_kwargs.script is {script!r}; it must be a list of texts.")
         if until is not None and re.search(until, last_answer(messages)):
             return True, "", 1.0, {}
-        said = self.said[instance_id]
-        if said >= len(script):
+        line = self.lines[instance_id]
+        if line == len(script):
             return True, "", 0.0, {}
-        self.said[instance_id] += 1
-        return False, script[said], 0.0, {}
+        self.lines[instance_id] += 1
+        return False, script[line], 0.0, {}
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        del self.said[instance_id]
+        del self.lines[instance_id]

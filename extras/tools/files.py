@@ -1,13 +1,10 @@
-"""Reads verl's yaml of tools: classes, functions, and MCP servers.
-
-A yaml entry stands for the tools of some MCP servers (modelcontextprotocol.io; package mcp 2, which vLLM brings along):
+"""Reads verl's yaml of tools: classes, functions, and MCP servers (modelcontextprotocol.io; package mcp 2).
 
     - config: {type: mcp}
       mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [add]}
 
-servers.json holds {"mcpServers": {NAME: {"url": …} or {"command": …, "args": […], "env": {…}}}}, as other clients have
-it. Every call connects anew: a server of the second kind is started for each, so what is slow to start or has a state
-is better served at a url.
+servers.json holds {"mcpServers": {NAME: {"url": …} or {"command": …, "args": […], "env": {…}}}}. Every call connects
+anew, and starts a server of the second kind: what is slow to start or has a state is better served at a url.
 """
 
 import asyncio
@@ -26,7 +23,8 @@ from configs.import_utils import load_named
 from configs.paths import find_path
 from data.tools import TOOL_MARK, BaseTool, FunctionTool, ToolResponse
 
-ENTRY_KEYS = {"class_name", "function", "config", "tool_schema", "name", "description", "parameters", "mcp"}
+FLAT_KEYS = ("name", "description", "parameters")
+ENTRY_KEYS = {"class_name", "function", "config", "tool_schema", "mcp", *FLAT_KEYS}
 MCP_SECONDS = 30  # to connect and list the tools
 MCP_KEYS = {"mcp_servers_config_path", "tool_selected_list"}
 
@@ -38,27 +36,25 @@ def tools_of_yaml(path: str) -> Iterator[BaseTool]:
     flat as name, description and parameters. Instead of class_name, `function` names a plain function.
     """
     for where, entry in read_entries(path, "tools", ENTRY_KEYS):
-        config = entry.get("config") or {}
-        kind = config.get("type", "native")
+        kind = (entry.get("config") or {}).get("type", "native")
         if kind not in ("native", "mcp"):
             raise ValueError(f"{where}.config.type is {kind!r}; it must be native or mcp.")
-        yield from mcp_tools(entry, where) if kind == "mcp" else [build_tool(entry, config, where)]
+        yield from mcp_tools(entry, where) if kind == "mcp" else [build_tool(entry, where)]
 
 
-def build_tool(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) -> BaseTool:
+def build_tool(entry: Mapping[str, Any], where: str) -> BaseTool:
     schema = entry.get("tool_schema")
     if schema is None and "name" in entry:
-        flat = {key: entry[key] for key in ("name", "description", "parameters") if key in entry}
-        schema = {"type": "function", "function": flat}
+        schema = {"type": "function", "function": {key: entry[key] for key in FLAT_KEYS if key in entry}}
     if "function" in entry:
         function = load_named(entry["function"], f"{where}.function")
         if not isinstance(function, FunctionType):
             raise ValueError(f"{where}.function is {entry['function']}, which is no function.")
         marked = vars(function).get(TOOL_MARK)
         return marked if marked and "name" not in entry else FunctionTool(function, entry.get("name"))
-    found = load_class(entry, where, BaseTool)
+    cls = load_class(entry, where, BaseTool)
     with naming_entry(entry, where):
-        return found(config=config, tool_schema=schema)
+        return cls(config=entry.get("config") or {}, tool_schema=schema)
 
 
 def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,18 +65,14 @@ def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tupl
     """
     file = find_path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{path}: there is no file {file.absolute()} (the working directory is {Path.cwd()}).")
+        raise FileNotFoundError(f"{path}: there is no file {file.absolute()}.")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: this is not yaml: {first_line(error)}.") from error
-    match content:
-        case {**top} if [*top] == [key] and isinstance(top[key], list) and top[key]:
-            entries = top[key]
-        case _:
-            raise ValueError(
-                f"{path} must hold one key, {key!r}, with a list of mappings below it; it holds {content!r}."
-            )
+    entries = content.get(key) if isinstance(content, dict) and len(content) == 1 else None
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path} must hold one key, {key!r}, with a list of mappings; it holds {content!r}.")
     for number, entry in enumerate(entries):
         where = f"{path}: {key}[{number}]"
         if not isinstance(entry, dict) or not isinstance(entry.get("config", {}), dict | None):
@@ -92,12 +84,12 @@ def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tupl
 
 def load_class(entry: Mapping[str, Any], where: str, base: type) -> type:
     """Returns the class that an entry's class_name names; raises ValueError unless it is one of `base`."""
-    found = load_named(entry.get("class_name"), f"{where}.class_name")
-    if not isinstance(found, type) or not issubclass(found, base):
+    cls = load_named(entry.get("class_name"), f"{where}.class_name")
+    if not isinstance(cls, type) or not issubclass(cls, base):
         raise ValueError(
             f"{where}.class_name is {entry['class_name']}; it must be a subclass of {base.__module__}.{base.__name__}."
         )
-    return found
+    return cls
 
 
 @contextmanager
@@ -130,34 +122,31 @@ class McpTool(BaseTool):
 
 
 def mcp_tools(entry: Mapping[str, Any], where: str) -> Iterator[McpTool]:
-    """The tools that a yaml entry, found at `where`, stands for.
+    """Yields the tools of MCP servers that a yaml entry, found at `where`, stands for.
 
     Raises:
-        ValueError: a key, the class, the file of servers or a selected tool is not as it must be, or a server does not
-            answer.
+        ValueError: a key, the class, the file of servers or a tool cannot be used, or a server does not answer.
     """
     settings = entry.get("mcp") or {}
     if not isinstance(settings, dict) or not settings.get("mcp_servers_config_path") or settings.keys() - MCP_KEYS:
         raise ValueError(
             f"{where}.mcp is {settings!r}; it must have mcp_servers_config_path and may have tool_selected_list."
         )
-    made_of = load_class(entry, where, McpTool) if "class_name" in entry else McpTool
-    wanted = settings.get("tool_selected_list")
-    found = []
+    cls = load_class(entry, where, McpTool) if "class_name" in entry else McpTool
     try:
         servers = servers_of(settings["mcp_servers_config_path"])
     except FileNotFoundError as error:
         raise ValueError(f"{where}.mcp.mcp_servers_config_path: there is no file {error.filename}.") from error
+    tools = []
     for name, server in servers.items():
-        found += [(server, schema) for schema in list_schemas(name, server, where)]
-    names = [schema["function"]["name"] for _, schema in found]
-    if strangers := sorted(set(wanted or ()) - set(names)):
+        for schema in list_schemas(name, server, where):
+            tools.append(cls(entry.get("config") or {}, schema))
+            tools[-1].server = server
+    names = [tool.name for tool in tools]
+    selected = names if settings.get("tool_selected_list") is None else settings["tool_selected_list"]
+    if strangers := sorted(set(selected) - set(names)):
         raise ValueError(f"{where}.mcp.tool_selected_list has {strangers}; the servers have {', '.join(names)}.")
-    for name, (server, schema) in zip(names, found, strict=True):
-        if wanted is None or name in wanted:
-            tool = made_of(entry.get("config") or {}, schema)
-            tool.server = server
-            yield tool
+    yield from (tool for tool in tools if tool.name in selected)
 
 
 def servers_of(path: str) -> dict[str, dict[str, Any]]:
@@ -184,20 +173,17 @@ def list_schemas(name: str, server: Mapping[str, Any], where: str) -> list[dict[
 
     try:
         with ThreadPoolExecutor(1) as thread:  # in this one a loop may run already
-            found = thread.submit(asyncio.run, tools()).result()
+            listed = thread.submit(asyncio.run, tools()).result()
     except ImportError as error:
         raise ValueError(f"{where}: tools of MCP servers need the package mcp: pip install 'mcp>=2,<3'.") from error
     except (OSError, RuntimeError, ExceptionGroup, mcp_errors()) as error:
         raise ValueError(
             f"{where}: the MCP server {name} does not answer ({first_line(error)}): {server!r}."
         ) from error
-    return [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
-        }
-        for tool in found
-    ]
+    functions = (
+        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema} for tool in listed
+    )
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def mcp_errors() -> type[Exception]:

@@ -1,4 +1,4 @@
-"""Settings of tools of yaml files: actor_rollout_ref.rollout.multi_turn.tool_config_path."""
+"""Settings of tools that an extra loads: actor_rollout_ref.rollout.multi_turn.tool_config_path, environment_factory."""
 
 from dataclasses import dataclass
 
@@ -9,4 +9,7 @@ from configs.settings import Frozen, setting
 class Settings(Frozen):
     tool_config_path: str | None = setting(
         None, "Yaml of tools, verl's: a list `tools` of class_name, config, tool_schema.", file=True
+    )
+    environment_factory: str | None = setting(
+        None, "Class (file.py:Class) of each episode: its methods are tools; reset(**row) may add a text.", file=True
     )

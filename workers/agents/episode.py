@@ -1,11 +1,11 @@
 """Episodes: the policy and somebody else take turns, and every token is kept as it was sampled.
 
-`play` is the whole of it, for training and for validation. Whom the policy talks to is an `Episode`: an environment
-(workers/agents/environment.py), tools and a simulated user (workers/agents/tools.py), or a class of the user's own.
+`Episode.play` is the whole of it, for training and validation. An episode is of an environment
+(workers/agents/environment.py), of tools and a simulated user (workers/agents/tools.py), or of a class of the user's.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,42 +14,6 @@ from data.chat import ChatFormat
 from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Reply, Row, Sample, SamplingParams
 from workers.engine_pump import AsyncEngine
-
-
-class Episode(ABC):
-    """The other side of the policy: an environment, tools, a simulated user.
-
-    Attributes:
-        prompt_ids: what the policy is shown first; known after `start`.
-        columns: of its rows, before any answer; a reply's go over them.
-    """
-
-    prompt_ids: list[int]
-    columns: Row
-
-    def __init__(self, row: Row) -> None:
-        self.prompt_ids, self.columns = row["raw_prompt_ids"], {}
-
-    async def start(self) -> None:  # noqa: B027  (most have nothing to do)
-        """Prepares the first prompt. May raise, as `step`."""
-
-    @abstractmethod
-    async def step(self, answer: str) -> Reply:
-        """Replies to an answer, a text without special tokens. May raise: the user's code is behind it."""
-
-    async def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Gives back what the episode holds."""
-
-    async def play(self, policy: "Policy", chat: ChatFormat, limits: "Limits") -> list[Sample]:
-        """Plays the episode to its end, and returns its rows: turn by turn (`play`), where it does not do so itself."""
-        return await play(self, policy.answer, chat, limits)
-
-
-class SingleAnswer(Episode):
-    """A prompt that is answered once, among others that begin episodes."""
-
-    async def step(self, answer: str) -> Reply:
-        return Reply()
 
 
 class EpisodeFailed(Exception):
@@ -90,46 +54,73 @@ class Policy:
         return await self.pump.complete(prompt_ids, sampling, seed, self.row, self.goes_on)
 
 
-Answer = Callable[[list[int], int, int], Awaitable[Completion]]  # prompt, most tokens, turn → completion
+class Episode(ABC):
+    """The other side of the policy: an environment, tools, a simulated user.
 
-
-async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limits) -> list[Sample]:
-    """Plays an episode to its end, and returns its rows.
-
-    If the other side raises, or hangs, it ends there for env_error or timeout, and as aborted if the engine gives a
-    request up; nothing is learnt from its rows.
-
-    Args:
-        answer: asks the policy.
-        chat: encodes what is said to the policy, and decodes what it says.
+    Attributes:
+        prompt_ids: what the policy is shown first; known after `start`.
+        columns: of its rows, before any answer; a reply's go over them.
     """
-    samples, columns, turn, end_reason = [Sample(episode.prompt_ids)], dict(episode.columns), 0, None
-    try:
-        await or_episode_error(episode.start())
-        samples, columns = [Sample(episode.prompt_ids)], dict(episode.columns)
-        while end_reason is None:
-            sample = samples[-1]
-            room = limits.response - len(sample.token_ids)
-            done = await answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
-            sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
-            if done.finish_reason == "aborted" or not done.token_ids:  # no token, nothing that could earn a reward
-                how = "aborted" if done.finish_reason == "aborted" else "answered without a token"
-                raise EpisodeFailed("aborted", f"the engine {how} the request of turn {turn}")
-            reply = await or_episode_error(episode.step(chat.text(done.token_ids)))
-            sample.rewards[-1] += reply.reward
-            columns |= reply.columns
-            end_reason = reply.end_reason
-            if end_reason is None and reply.prompt_ids is not None:
-                samples.append(Sample(reply.prompt_ids))
-            elif end_reason is None and not reply.messages:
-                end_reason = END_REASON_OF[done.finish_reason]
-            elif end_reason is None:
-                observation = chat.increment(reply.messages, done.finish_reason == "stop")
-                end_reason = append_observation(sample, observation, limits, turn)
-            turn += 1
-    except EpisodeFailed as failure:
-        return finish_samples(samples, failure.end_reason, columns, turn, str(failure))
-    return finish_samples(samples, end_reason, columns, turn)
+
+    prompt_ids: list[int]
+    columns: Row
+
+    def __init__(self, row: Row) -> None:
+        self.prompt_ids, self.columns = row["raw_prompt_ids"], {}
+
+    async def start(self) -> None:  # noqa: B027  (most have nothing to do)
+        """Prepares the first prompt. May raise, as `step`."""
+
+    @abstractmethod
+    async def step(self, answer: str) -> Reply:
+        """Replies to an answer, a text without special tokens. May raise: the user's code is behind it."""
+
+    async def close(self) -> None:  # noqa: B027  (most hold nothing)
+        """Gives back what the episode holds."""
+
+    async def play(self, policy: Policy, chat: ChatFormat, limits: Limits) -> list[Sample]:
+        """Plays the episode to its end, and returns its rows.
+
+        If the other side raises, or hangs, it ends there for env_error or timeout, and as aborted if the engine gives a
+        request up; nothing is learnt from its rows.
+
+        Args:
+            chat: encodes what is said to the policy, and decodes what it says.
+        """
+        samples, columns, turn, end_reason = [Sample(self.prompt_ids)], dict(self.columns), 0, None
+        try:
+            await or_episode_error(self.start())
+            samples, columns = [Sample(self.prompt_ids)], dict(self.columns)
+            while end_reason is None:
+                sample = samples[-1]
+                room = limits.response - len(sample.token_ids)
+                done = await policy.answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
+                sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
+                if done.finish_reason == "aborted" or not done.token_ids:  # no token, nothing that could earn a reward
+                    how = "aborted" if done.finish_reason == "aborted" else "answered without a token"
+                    raise EpisodeFailed("aborted", f"the engine {how} the request of turn {turn}")
+                reply = await or_episode_error(self.step(chat.text(done.token_ids)))
+                sample.rewards[-1] += reply.reward
+                columns |= reply.columns
+                end_reason = reply.end_reason
+                if end_reason is None and reply.prompt_ids is not None:
+                    samples.append(Sample(reply.prompt_ids))
+                elif end_reason is None and not reply.messages:
+                    end_reason = END_REASON_OF[done.finish_reason]
+                elif end_reason is None:
+                    observation = chat.increment(reply.messages, done.finish_reason == "stop")
+                    end_reason = append_observation(sample, observation, limits, turn)
+                turn += 1
+        except EpisodeFailed as failure:
+            return finish_samples(samples, failure.end_reason, columns, turn, str(failure))
+        return finish_samples(samples, end_reason, columns, turn)
+
+
+class SingleAnswer(Episode):
+    """A prompt that is answered once, among others that begin episodes."""
+
+    async def step(self, answer: str) -> Reply:
+        return Reply()
 
 
 def append_observation(sample: Sample, token_ids: list[int], limits: Limits, turn: int) -> str | None:
@@ -151,9 +142,9 @@ async def or_episode_error(work: Awaitable[Any]) -> Any:
     except TimeoutError as error:
         raise EpisodeFailed("timeout", str(error)) from error
     except Exception as error:  # the boundary to the user's code: counted, shown, and never a reward of 0
-        said, place = printable(f"{type(error).__name__}: {error}"), users_line(error)
-        where = f" (at {place})" if place and "(at " not in said else ""
-        raise EpisodeFailed("env_error", said + where) from error
+        text, line = printable(f"{type(error).__name__}: {error}"), users_line(error)
+        where = f" (at {line})" if line and "(at " not in text else ""
+        raise EpisodeFailed("env_error", text + where) from error
 
 
 def finish_samples(

@@ -1,32 +1,28 @@
 """Conversations about rows: the policy calls tools, whose results it reads, and a simulated user may speak to it."""
 
 import asyncio
-import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from inspect import isawaitable
-from types import SimpleNamespace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once, printable, users_line
-from configs.import_utils import accepts, bind
+from configs.extras import find
+from configs.import_utils import accepts
 from configs.schema import MultiTurnConfig
-from data.chat import ChatFormat, as_messages, as_text, encode_pieces, tool_kwargs
+from data.chat import ChatFormat, as_messages, tool_kwargs
 from data.rows import RUN_COLUMNS, beside, kwargs_in
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, without_thoughts
 from data.tools import (
+    KEY,
     AgentData,
     BaseTool,
-    MethodTool,
     ToolResponse,
     as_response,
     as_reward,
     checked_arguments,
-    load_factory,
     load_tools,
 )
 from data.types import Reply, Row, check_text
@@ -35,28 +31,6 @@ from workers.agents.episode import Episode
 from workers.agents.user_code import Overdue, in_users_loop, place
 
 OF_THE_POLICY = ("malformed", "unknown_tool", "bad_arguments", "not_run")  # failures of calls that are its own fault
-
-
-@dataclass
-class ToolReplies:
-    """Results of the calls of one answer.
-
-    Attributes:
-        messages: one of the role tool for each call, in their order, and for each that is malformed.
-        rewards: one a call; 0 for one that failed.
-        counts: "calls", and of those that failed malformed, unknown_tool, bad_arguments, raised, timeout and not_run.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, text: str, name: str | None = None, reward: float = 0.0, failure: str | None = None) -> None:
-        self.messages.append({"role": "tool", **({"name": name} if name else {}), "content": text})
-        self.rewards.append(reward)
-        self.counts["calls"] += 1
-        if failure is not None:
-            self.counts[failure] += 1
 
 
 class Toolbox:
@@ -68,7 +42,8 @@ class Toolbox:
             release_kwargs.
 
     Attributes:
-        data: the episode, for tools whose `execute` takes `agent_data`.
+        data: the episode, for tools whose `execute` takes `agent_data`; its tool_rewards has a number for each call.
+        counts: "calls", and of those that failed malformed, unknown_tool, bad_arguments, raised, timeout and not_run.
     """
 
     def __init__(
@@ -80,36 +55,41 @@ class Toolbox:
     ) -> None:
         self.tools, self.parser, self.settings = tools, parser, settings
         self.schemas = {name: tool.tool_schema for name, tool in tools.items()}
-        self.data = AgentData(tools_kwargs=tools_kwargs or {})
+        self.data, self.counts = AgentData(tools_kwargs=tools_kwargs or {}), Counter[str]()
         self.instances: dict[str, str] = {}  # by name of the tool
         self.creating = asyncio.Lock()
 
     def parse(self, answer: str) -> ParsedAnswer:
         return self.parser.parse(without_thoughts(answer), self.schemas)
 
-    async def respond(self, parsed: ParsedAnswer) -> ToolReplies:
+    async def respond(self, parsed: ParsedAnswer) -> Reply:
         """Runs the calls of an answer, the first max_parallel_calls of them side by side.
 
         The policy reads what a tool raises, and earns nothing by that call. Raises ValueError for what cannot be read.
         """
-        replies, most = ToolReplies(), self.settings.max_parallel_calls
-        calls, rest = parsed.calls[:most], parsed.calls[most:]
+        settings, results = self.settings, []
+        calls, rest = parsed.calls[: settings.max_parallel_calls], parsed.calls[settings.max_parallel_calls :]
         answers = await asyncio.gather(*map(self._answer, calls))
         for call, (text, reward, failure) in zip(calls, answers, strict=True):
             check_text(text, f"tool {call.name}")
-            replies.add(self._cut(text), call.name, reward, failure)
-        for error in parsed.errors:
-            replies.add(f"Error: {error}", failure="malformed")
-        for call in rest:
-            replies.add(f"Error: not run, as only {most} may be called at once", call.name, failure="not_run")
-        return replies
+            text = truncate(text, settings.max_tool_response_length, settings.tool_response_truncate_side)
+            results.append((call.name, text, reward, failure))
+        results += [(None, f"Error: {error}", 0.0, "malformed") for error in parsed.errors]
+        refusal = f"Error: not run, as only {settings.max_parallel_calls} may be called at once"
+        results += [(call.name, refusal, 0.0, "not_run") for call in rest]
+        rewards = [reward for _, _, reward, _ in results]
+        self.data.tool_rewards += rewards
+        self.counts.update(kind for *_, failure in results for kind in ("calls", failure) if kind)
+        messages = [{"role": "tool", **({"name": name} if name else {}), "content": text} for name, text, *_ in results]
+        return Reply(messages, reward=sum(rewards))
 
-    async def finish(self) -> dict[str, float]:
-        """Returns the reward of the whole episode by name of the tools that were called."""
-        return {
-            name: as_reward(await self._call(name, "calc_reward", instance, **self._kwargs(name, "calc_reward")))
+    async def finish(self) -> float:
+        """Returns what the tools that were called pay for the whole episode."""
+        paid = [
+            as_reward(await self._call(name, "calc_reward", instance, **self._kwargs(name, "calc_reward")))
             for name, instance in self.instances.items()
-        }
+        ]
+        return sum(paid)
 
     async def close(self) -> None:
         """Releases what was created; what a tool raises there is warned of, as its episode is over."""
@@ -145,8 +125,7 @@ class Toolbox:
         kwargs = self._kwargs(name, "execute")
         if accepts(self.tools[name].execute, "agent_data"):
             kwargs = kwargs | {"agent_data": self.data}
-        result = await self._call(name, "execute", self.instances[name], arguments, **kwargs)
-        response, reward, _ = result
+        response, reward, _ = await self._call(name, "execute", self.instances[name], arguments, **kwargs)
         return as_response(response), as_reward(reward)
 
     async def _call(self, name: str, method: str, *arguments: Any, **kwargs: Any) -> Any:
@@ -157,9 +136,6 @@ class Toolbox:
 
     def _kwargs(self, name: str, step: str) -> dict[str, Any]:
         return (self.data.tools_kwargs.get(name) or {}).get(f"{step}_kwargs") or {}
-
-    def _cut(self, text: str) -> str:
-        return truncate(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)
 
 
 def truncate(text: str, limit: int, side: str) -> str:
@@ -176,9 +152,9 @@ def truncate(text: str, limit: int, side: str) -> str:
 
 def warn_once(name: str, error: Exception) -> None:
     """Warns of what a tool raised, once for each line: the policy, which is told, is not who can mend it."""
-    place = users_line(error)
-    where = f" ({place})" if place else ""
-    notice_once(f"the tool {name} raised {type(error).__name__}: {error}{where}", about=(name, place))
+    line = users_line(error)
+    where = f" ({line})" if line else ""
+    notice_once(f"the tool {name} raised {type(error).__name__}: {error}{where}", about=(name, line))
 
 
 class User(Protocol):
@@ -201,7 +177,8 @@ class ToolEpisodes:
     def __init__(self, settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.settings = settings
         self.tools = load_tools(settings)
-        self.factory = load_factory(settings.environment_factory) if settings.environment_factory else None
+        path = settings.files().get("environment_factory")
+        self.factory = path and find("source", "factory", f"{KEY}.environment_factory")(path)
         self.parser = ToolParser.get_tool_parser(settings.format, tokenizer)
         self.users = load_users(settings)
 
@@ -210,17 +187,17 @@ class ToolEpisodes:
         schemas = [tool.tool_schema.model_dump() for tool in self.tools.values()]
         return tool_kwargs(schemas, self.parser, tokenizer)
 
-    def toolbox(self, row: Mapping[str, Any]) -> Toolbox:
+    def toolbox(self, row: Row) -> Toolbox:
         """Returns the tools of a row's episode."""
         return Toolbox(self.tools, self.parser, self.settings, kwargs_in(row, "tools_kwargs"))
 
-    def __call__(self, row: Mapping[str, Any], chat: ChatFormat | None = None, width: int = 0) -> "ToolEpisode":
+    def __call__(self, row: Row, chat: ChatFormat | None = None, width: int = 0) -> "ToolEpisode":
         """Returns the episode of a row; raises ValueError if it names no user where there are some."""
         toolbox = self.toolbox(row)
         user = self.users and self.users(row, toolbox.data)
         if self.factory is None:
-            return ToolEpisode(row, toolbox, user, self.settings)
-        return EnvironmentEpisode(row, toolbox, user, self.settings, factory=self.factory, chat=chat, width=width)
+            return ToolEpisode(row, toolbox, user)
+        return self.factory(row, toolbox, user, chat, width)
 
 
 class ToolEpisode(Episode):
@@ -237,20 +214,11 @@ class ToolEpisode(Episode):
             the conversation, which a reward may read.
     """
 
-    def __init__(
-        self,
-        row: Mapping[str, Any],
-        toolbox: Toolbox,
-        user: User | None,
-        settings: MultiTurnConfig,
-    ) -> None:
-        self.prompt_ids = list(row["raw_prompt_ids"])
-        self.messages = as_messages(row["raw_prompt"])
-        self.toolbox, self.user, self.settings = toolbox, user, settings
-        self.taken = row.keys() | RUN_COLUMNS
-        self.data = toolbox.data
+    def __init__(self, row: Row, toolbox: Toolbox, user: User | None = None) -> None:
+        self.row, self.toolbox, self.user = row, toolbox, user
+        self.prompt_ids, self.messages = list(row["raw_prompt_ids"]), as_messages(row["raw_prompt"])
+        self.data, self.counts = toolbox.data, toolbox.counts
         self.data.messages, self.data.prompt_ids = self.messages, self.prompt_ids
-        self.counts: Counter[str] = Counter()
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -262,7 +230,7 @@ class ToolEpisode(Episode):
             "turn_scores": list(self.data.turn_scores),
             "success": None,
             "__messages__": list(self.messages),
-            **beside(self.data.extra_fields, self.taken, "extra"),
+            **beside(self.data.extra_fields, self.row.keys() | RUN_COLUMNS, "extra"),
         }
 
     async def step(self, answer: str) -> Reply:
@@ -270,26 +238,23 @@ class ToolEpisode(Episode):
         self.messages.append({"role": "assistant", "content": answer})
         parsed = self.toolbox.parse(answer)
         if parsed.calls or parsed.errors:
-            return await self._end("max_turns") if self.at_limit else await self._call(parsed)
+            if self.at_limit:
+                return await self._end("max_turns")
+            reply = await self.toolbox.respond(parsed)
+            return self._reply(reply.messages, reply.reward)
         return await self._end(None) if self.user is None else await self._talk(self.user)
 
     @property
     def at_limit(self) -> bool:
         """True if the policy may not speak again."""
-        answers, replies = self.settings.max_assistant_turns, self.settings.max_user_turns
-        said, heard = self.data.assistant_turns, self.data.user_turns
-        return bool((answers and said >= answers) or (replies and heard >= replies))
+        settings, data = self.toolbox.settings, self.data
+        limits = (settings.max_assistant_turns, data.assistant_turns), (settings.max_user_turns, data.user_turns)
+        return any(most and turns >= most for most, turns in limits)
 
     async def close(self) -> None:
         await self.toolbox.close()
         if self.user is not None:
             await self.user.close()
-
-    async def _call(self, parsed: ParsedAnswer) -> Reply:
-        replies = await self.toolbox.respond(parsed)
-        self.counts += replies.counts
-        self.data.tool_rewards += replies.rewards
-        return self._reply(replies.messages, sum(replies.rewards))
 
     async def _talk(self, user: User) -> Reply:
         is_over, text, score = await user.speak(list(self.messages))
@@ -304,72 +269,15 @@ class ToolEpisode(Episode):
         return Reply(messages=messages, reward=reward, columns=self.columns)
 
     async def _end(self, end_reason: str | None, reward: float = 0.0) -> Reply:
-        reward += sum((await self.toolbox.finish()).values())
+        reward += await self.toolbox.finish()
         return Reply(reward=reward, end_reason=end_reason, columns=self.columns)
-
-
-class EnvironmentEpisode(ToolEpisode):
-    """A conversation with an object of its own, whose methods are tools beside the others.
-
-    Its column is for rewards, which may name it `environment`; where that is in another process, what can be pickled of
-    the object's public attributes is there.
-    """
-
-    blocks = True  # it is made, and reset, in a thread
-
-    def __init__(self, row: Row, *parts: Any, factory: Callable[[], Any], chat: ChatFormat, width: int) -> None:
-        super().__init__(row, *parts)
-        self.row, self.factory, self.chat, self.width = row, factory, chat, width
-        self.name = f"reset of {factory.__qualname__}"
-        self.environment: Any = None
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        return super().columns | {"__environment__": self.environment and EnvironmentView(self.environment)}
-
-    async def start(self) -> None:
-        async with place(self.factory):
-            said = await in_users_loop(self, self._begin(), self.settings.tool_timeout)
-        tools = {
-            name: it.of(self.environment, self) for name, it in self.toolbox.tools.items() if isinstance(it, MethodTool)
-        }
-        self.toolbox.tools = {**self.toolbox.tools, **tools}
-        if said is not None:
-            check_text(said, self.name)
-            self._show(said)
-
-    async def _begin(self) -> str | None:
-        self.environment = self.factory()
-        if "reset" not in dir(self.environment):
-            return None
-        said = bind(self.environment.reset, self.row, key=self.name)()
-        return await said if isawaitable(said) else said
-
-    def _show(self, said: str) -> None:
-        """Puts what `reset` returned behind the prompt: into its last message, if that is a user's text."""
-        match self.messages:
-            case [*_, {"role": "user", "content": str(text)} as last]:
-                self.messages[-1] = {**last, "content": text + said}
-            case _:
-                self.messages.append({"role": "user", "content": said})
-        prompt, tokenizer = self.row["raw_prompt"], self.chat.tokenizer
-        if isinstance(prompt, str):
-            self.prompt_ids = encode_pieces(prompt + as_text(said, tokenizer), tokenizer, opens=True)
-        else:
-            self.prompt_ids = self.chat.prompt_ids(self.messages)
-        self.data.prompt_ids = self.prompt_ids
-        if len(self.prompt_ids) > self.width:
-            raise ValueError(
-                f"with what {self.name} returned, the prompt has {len(self.prompt_ids)} tokens, more than "
-                f"data.max_prompt_length={self.width}: raise that, or return less."
-            )
 
 
 class ToolsBeside(Episode):
     """An episode of an environment, beside which the policy may call tools: an answer with calls is no action."""
 
     def __init__(self, game: Episode, toolbox: Toolbox) -> None:
-        self.game, self.toolbox, self.counts, self.rewards = game, toolbox, Counter[str](), list[float]()
+        self.game, self.toolbox = game, toolbox
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -377,7 +285,12 @@ class ToolsBeside(Episode):
 
     @property
     def columns(self) -> dict[str, Any]:
-        return self.game.columns | {"tool_call_counts": self.counts["calls"], "tool_rewards": list(self.rewards)}
+        return self.game.columns | self.own_columns
+
+    @property
+    def own_columns(self) -> Row:
+        calls, rewards = self.toolbox.counts["calls"], list(self.toolbox.data.tool_rewards)
+        return {"tool_call_counts": calls, "tool_rewards": rewards}
 
     async def start(self) -> None:
         await self.game.start()
@@ -386,32 +299,10 @@ class ToolsBeside(Episode):
         parsed = self.toolbox.parse(answer)
         if not parsed.calls and not parsed.errors:
             reply = await self.game.step(answer)
-            paid = sum((await self.toolbox.finish()).values()) if reply.end_reason else 0.0
+            paid = await self.toolbox.finish() if reply.end_reason else 0.0
             return replace(reply, reward=reply.reward + paid)
-        replies = await self.toolbox.respond(parsed)
-        self.counts += replies.counts
-        self.rewards += replies.rewards
-        told = {name: self.columns[name] for name in ("tool_call_counts", "tool_rewards")}
-        return Reply(messages=replies.messages, reward=sum(replies.rewards), columns=told)
+        return replace(await self.toolbox.respond(parsed), columns=self.own_columns)
 
     async def close(self) -> None:
         await self.toolbox.close()
         await self.game.close()
-
-
-class EnvironmentView:
-    """An environment as rewards see it; pickled, it is its public attributes, those of them that can be."""
-
-    def __init__(self, environment: Any) -> None:
-        self.__dict__["_environment"] = environment
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_environment"], name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        kept = {}
-        for name, value in vars(self.__dict__["_environment"]).items():
-            with suppress(pickle.PicklingError, TypeError, AttributeError):
-                if not name.startswith("_") and pickle.dumps(value):
-                    kept[name] = value
-        return EnvironmentView, (SimpleNamespace(**kept),)

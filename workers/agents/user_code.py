@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import cache, partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from configs.import_utils import bind
@@ -117,22 +117,17 @@ async def by_deadline(future: asyncio.Future[Any], deadline: float | None, anew:
     return future.result()
 
 
-class Blockable(Protocol):
-    """An object of the user's with coroutines; `blocks`: they compute or wait without an `await`."""
-
-    name: str
-    blocks: bool
-
-
 @cache
 def users_loop() -> asyncio.AbstractEventLoop:
     return start_loop()[0]
 
 
 async def in_users_loop(
-    owner: Blockable, work: Coroutine[Any, Any, Any], deadline: float, anew: Callable[[], bool] = bool
+    owner: Any, work: Coroutine[Any, Any, Any], deadline: float, anew: Callable[[], bool] = bool
 ) -> Any:
-    """Returns the result of `owner`'s coroutine `work`, run in the users' event loop, or in a thread if `owner` blocks.
+    """Returns the result of `work`, a coroutine of `owner`, run in the event loop that user code shares.
+
+    It has a thread of its own where `owner.blocks`: where it computes or waits without `await`.
 
     Raises:
         Overdue: it took more than `deadline` seconds, as `by_deadline`.
@@ -147,12 +142,10 @@ async def in_users_loop(
 async def contain(work: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await work
-    except Exception:
-        raise
-    except BaseException as raised:
+    except BaseException as error:
         if asyncio.current_task().cancelling():
             raise
-        raise as_failure(raised) from raised
+        raise as_failure(error)  # noqa: B904  (it is the error itself, or has it as its cause)
 
 
 def as_failure(error: BaseException) -> Exception:

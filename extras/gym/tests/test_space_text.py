@@ -11,16 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from custom.env_wrapper import ENVIRONMENTS, make_env, make_text_env
-from extras.gym.space_text import (
-    action_text,
-    check_observations,
-    how_to_answer,
-    native_action,
-    number_text,
-    observation_text,
-    plain_action,
-    read_action,
-)
+from extras.gym.space_text import SpaceText, number_text
 
 INF = float("inf")
 CAR = spaces.Dict(gas=spaces.Box(0, 1, (1,)), steer=spaces.Box(-1, 1, (1,)), gear=spaces.Discrete(5, start=1))
@@ -50,8 +41,8 @@ OBSERVATIONS = [
 
 @pytest.mark.parametrize(("space", "observation", "text"), OBSERVATIONS, ids=str)
 def test_observations_of_every_space_are_written_out(space, observation, text):
-    check_observations(space)
-    assert observation_text(space, observation) == text
+    SpaceText(space).check()
+    assert SpaceText(space).write(observation) == text
 
 
 @pytest.mark.parametrize(
@@ -75,18 +66,18 @@ def test_numbers_keep_a_thousandth_of_their_range_or_three_digits(value, low, hi
 
 def test_names_go_before_the_numbers_and_must_fit():
     space = spaces.Box(np.array([-1, 0]), np.array([1, 9]), dtype=np.float64)
-    assert observation_text(space, np.array([0.5, 2]), ["angle", "speed"]) == "angle 0.500, speed 2.000"
+    assert SpaceText(space).write(np.array([0.5, 2]), ["angle", "speed"]) == "angle 0.500, speed 2.000"
     with pytest.raises(ValueError, match="1 observation_names for Box"):
-        check_observations(space, ["angle"])
+        SpaceText(space).check(["angle"])
     with pytest.raises(ValueError, match="name the numbers of a flat array"):
-        check_observations(spaces.Discrete(3), ["x"])
+        SpaceText(spaces.Discrete(3)).check(["x"])
 
 
 def test_images_are_refused_wherever_they_are():
     image = spaces.Box(0, 255, (84, 84, 3), np.uint8)
     for space in (image, spaces.Dict(a=spaces.Discrete(2), b=spaces.Tuple((image,))), spaces.Sequence(image)):
         with pytest.raises(ValueError, match=r"84 x 84 x 3 = 21168 numbers, .* give it an observation_to_text"):
-            check_observations(space)
+            SpaceText(space).check()
 
 
 @pytest.mark.parametrize(
@@ -114,8 +105,8 @@ def test_images_are_refused_wherever_they_are():
     ids=str,
 )  # fmt: skip
 def test_actions_are_read_out_of_answers(space, answer, action):
-    assert read_action(space, answer) == action
-    assert action is None or space.contains(native_action(space, action))
+    assert SpaceText(space).read(answer) == action
+    assert action is None or space.contains(SpaceText(space).native(action))
 
 
 ACTIONS = [
@@ -134,21 +125,21 @@ ACTIONS = [
 def test_any_action_survives_being_said_and_read(space):
     space.seed(0)
     for _ in range(50):
-        action = plain_action(space, space.sample())
+        action = SpaceText(space).plain(space.sample())
         assert (
-            read_action(space, action_text(space, action))
+            SpaceText(space).read(SpaceText(space).answer(action))
             == action
-            == plain_action(space, native_action(space, action))
+            == SpaceText(space).plain(SpaceText(space).native(action))
         )
-        assert hash(action) is not None and space.contains(native_action(space, action))
+        assert hash(action) is not None and space.contains(SpaceText(space).native(action))
 
 
 @pytest.mark.parametrize("space", ACTIONS, ids=str)
 @given(text=st.text() | st.lists(st.sampled_from(["-", "1", "0.5", "e", "9" * 400, ".", " "])).map("".join))
 @settings(max_examples=50, deadline=None)
 def test_any_answer_is_read_or_is_no_action(space, text):
-    action = read_action(space, text)
-    assert action is None or isinstance(space, spaces.Text) or space.contains(native_action(space, action))
+    action = SpaceText(space).read(text)
+    assert action is None or isinstance(space, spaces.Text) or space.contains(SpaceText(space).native(action))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +156,7 @@ def test_any_answer_is_read_or_is_no_action(space, text):
     ids=str,
 )
 def test_the_instruction_says_what_to_answer(space, instruction):
-    assert how_to_answer(space) == instruction
+    assert SpaceText(space).how_to_answer() == instruction
 
 
 PLAIN = [
@@ -185,7 +176,7 @@ def test_every_id_of_gymnasium_that_needs_no_more_runs_without_a_function(env_id
     assert (prompt.startswith(env.instruction) and env.instruction.startswith("Answer with") is bare) or not bare
     space.seed(2)
     for turn in range(3):
-        action = plain_action(space, space.sample())
+        action = SpaceText(space).plain(space.sample())
         text, reward, terminated, truncated, info = env.step(f"I choose {env.action_to_text(action)}")
         total += reward
         assert info["action"] == action and info["turns"] == turn + 1 and info["invalid"] == 0
@@ -194,23 +185,6 @@ def test_every_id_of_gymnasium_that_needs_no_more_runs_without_a_function(env_id
             break
     assert info["return"] == pytest.approx(total)
     assert env.get_state(3) == env.get_state(3) and isinstance(hash(env.get_state(3)), int)
-
-
-def test_the_list_of_ids_is_what_it_should_be():
-    assert {"CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "Acrobot-v1", "Blackjack-v1", "Taxi-v4"} < set(
-        PLAIN
-    )
-
-
-def test_a_pole_and_a_car_in_words():
-    pole = make_env("CartPole-v1")
-    assert re.fullmatch(
-        r"Answer with one of: left, right\.\n\nposition -?0\.\d{3}, speed -?0\.\d+, angle -?0\.\d{4}, turning -?0\.\d+",
-        pole.reset(0),
-    )
-    car = make_env("MountainCarContinuous-v0")
-    assert car.reset(0).startswith("Answer with a number from -1 to 1.\n\nposition -0.")
-    assert car.step("full power: 5")[4]["action"] == (1.0,) and car.step("brake")[4]["invalid"] == 1
 
 
 class Odd(gym.Env):
@@ -241,9 +215,9 @@ def test_environments_get_actions_of_their_own_form(space):
     env = odd(spaces.Discrete(3), space)
     env.reset(0)
     space.seed(1)
-    action = plain_action(space, space.sample())
+    action = SpaceText(space).plain(space.sample())
     info = env.step(env.action_to_text(action))[4]
-    assert plain_action(space, info["given"]) == info["action"] == action == env.state.actions[0]
+    assert SpaceText(space).plain(info["given"]) == info["action"] == action == env.state.actions[0]
     assert env.compute_reward(env.start_state(0), action) == 1.0
 
 

@@ -1,10 +1,9 @@
 """Agent loops and episodes of the user's: what they return becomes rows like those of our own episodes."""
 
 import asyncio
-import pickle
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from time import sleep
 from typing import Any
 
@@ -16,7 +15,7 @@ from configs.import_utils import load_extern_object
 from configs.schema import AgentConfig, ModelConfig
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
-from data.protocol import DataProto, object_array
+from data.protocol import DataProto
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
 from data.tools import function_tool
 from data.types import Completion, SamplingParams
@@ -337,64 +336,3 @@ def test_a_request_that_a_loop_cancels_at_its_end_does_not_stay_in_the_engine():
     batch = loop.generate_sequences(prompts("two at once"), SAMPLED, seed=7, first_row=0)
     assert batch.end_reason.tolist() == ["terminated"] and len(engine.requests) == 1
     assert not engine.has_unfinished_requests()
-
-
-class Shelf(load_extern_object(str(FORMS / "59_trl_environment.py"), "Shelf")):
-    """The form's, with a part that no other process can be given, and a first observation of one token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock, self._secret = Lock(), 1
-
-    def reset(self, **row: Any) -> str:
-        super().reset(**row)
-        return " empty"
-
-
-class Speaking(Shelf):
-    """Says at its reset what the row tells it to."""
-
-    def reset(self, says: Any, **row: Any) -> Any:
-        return says
-
-
-def with_environment(name: str, *more: str) -> Any:
-    factory = f"{TOOLS}.environment_factory={__file__}:{name}"
-    return settings(f"{TOOLS}.enable=true", factory, f"{TOOLS}.format=plain", *more)
-
-
-@pytest.mark.parametrize("prompt", [MESSAGES, "<|user|>1+1=?"])
-def test_special_tokens_in_a_first_observation_are_text(prompt):
-    columns = {"says": ["<|end|>x"], "raw_prompt": object_array([prompt])}
-    [ids] = played("tool_agent", config=with_environment("Speaking"), **columns).raw_prompt_ids
-    end = TOKENIZER.convert_tokens_to_ids("<|end|>")
-    assert "<|user|>1+1=?<|end|>x" in TOKENIZER.decode(ids) and ids.count(end) == (not isinstance(prompt, str))
-
-
-@pytest.mark.parametrize(
-    ("says", "words"),
-    [(3, "the reset of Speaking says 3, which is no text"), ("x" * 40, "more than data.max_prompt_length=32")],
-)
-def test_a_first_observation_that_cannot_be_shown_fails_the_episode(says, words):
-    batch = played("tool_agent", config=with_environment("Speaking"), says=object_array([says]))
-    assert batch.end_reason.tolist() == ["env_error"] and words in batch.failure[0]
-
-
-def test_methods_of_an_object_an_episode_are_tools_beside_others_and_rewards_read_it():
-    def answer(text: str, times: int) -> str:
-        return "" if "look" in text else "look(a)" if "already" in text else "put(4)"
-
-    config = with_environment("Shelf", f"{TOOLS}.function_tool_path={__file__}", "data.max_response_length=200")
-    batch = played("tool_agent", answer, 2, config, ground_truth=["4", "5"])
-    assert batch.failure.tolist() == [None, None] and batch.tool_call_counts.tolist() == [3, 3], batch.failure
-    said = TOKENIZER.decode(batch.input_ids[0][batch.attention_mask[0] == 1])
-    assert said.startswith("<|user|>1+1=? empty<|end|><|assistant|>put(4)<|end|><|tool|>1 books<|end|>")
-    assert "It is there already." in said and "<|tool|>you said 1 characters<|end|>" in said
-    travelled = pickle.loads(pickle.dumps(batch.non_tensor_batch["__environment__"]))
-    assert [one.reward for one in travelled] == [1.0, 0.0] and travelled[0].books == ["4"]
-    assert not {"lock", "_secret"} & vars(travelled[0]._environment).keys()
-
-    def reward_func(environments: list[Shelf], **kwargs: Any) -> list[float]:
-        return [environment.reward for environment in environments]
-
-    assert add_scores(batch, FunctionReward(reward_func), TOKENIZER).token_level_scores.sum(1).tolist() == [1, 0]
