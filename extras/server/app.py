@@ -1,8 +1,8 @@
 """An OpenAI-compatible API over one engine: /v1/models, /v1/completions, /v1/chat/completions, streaming or not.
 
 Requests of all clients share the engine's batch (workers/engine_pump.py). What cannot be answered is refused by 4xx in
-OpenAI's form of errors, before anything is generated. A client's key is looked at before its body is read, whatever it
-sends has a bound, and prompts are encoded beside the event loop.
+OpenAI's form of errors, before anything is generated. A client may be hostile: its key is looked at before its body is
+read, whatever it sends has a bound and a deadline, and prompts are encoded beside the event loop.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import uvicorn
@@ -21,7 +22,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 from transformers import PreTrainedTokenizerBase
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from data.chat import Prompt, encode_prompt, parse_prompt
 from data.seeding import derive_seed
@@ -40,9 +43,9 @@ from extras.server.bodies import (
 )
 from workers.engine_pump import AsyncEngine, EngineError
 
-LENGTHS = "data.max_prompt_length + max_response_length"
 LOOK_SECONDS = 0.5  # between looks at whether a client that waits for a whole answer is still there
 CLIENT_GONE = 499  # nobody reads it
+HEADER_SECONDS, BODY_SECONDS = 20, 60  # that a client may take to send them
 TEMPLATE_ERRORS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError)  # of what a client sent
 
 
@@ -67,32 +70,82 @@ class Served:
     api_key: str | None = None
     encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
 
+    @cached_property
+    def characters(self) -> int:
+        """Most characters of a prompt: no token is longer than the longest of the vocabulary."""
+        return self.context * max(map(len, self.tokenizer.get_vocab()))
+
+
+class HTTPProtocol(H11Protocol):
+    """HTTP whose clients have HEADER_SECONDS to say what they ask; h11 bounds the headers' length."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_SECONDS, self.hang_up_on_silence, None)
+
+    def hang_up_on_silence(self, before: object) -> None:
+        """Hangs up if nothing was asked since the request `before`, which is answered; looks again later."""
+        if self.transport.is_closing():
+            return
+        waits = self.cycle is None or self.cycle.response_complete
+        if waits and self.cycle is before:
+            self.transport.close()
+        else:
+            self.loop.call_later(HEADER_SECONDS, self.hang_up_on_silence, self.cycle if waits else None)
+
 
 def http_server(served: Served, **settings: Any) -> uvicorn.Server:
     """Builds the server of the API; `settings` are uvicorn's."""
-    return uvicorn.Server(uvicorn.Config(build_app(served), http="h11", ws="none", **settings))
+    return uvicorn.Server(uvicorn.Config(build_app(served), http=HTTPProtocol, ws="none", **settings))
 
 
 class Gate:
-    """Lets requests through to `app` whose key is right, and whose body has at most MOST_BYTES."""
+    """Lets requests through to `app` whose key is right, with their body, of at most MOST_BYTES in BODY_SECONDS."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self.app, self.api_key = app, api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self.refusal(scope) if scope["type"] == "http" else None
-        await (refusal or self.app)(scope, receive, send)
-
-    def refusal(self, scope: Scope) -> JSONResponse | None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
+        try:
+            self.check_key(scope["path"], headers)
+            body = await read_body(headers, receive)
+        except HTTPException as error:
+            return await (await refuse(None, error))(scope, receive, send)
+        messages = [{"type": "http.request", "body": body}]
+
+        async def replay() -> ASGIMessage:
+            return messages.pop() if messages else await receive()
+
+        return await self.app(scope, replay, send)
+
+    def check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """Raises HTTPException unless the token of the Authorization header is right, if one is asked for."""
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        is_known = scheme.lower() == b"bearer" and secrets.compare_digest(token, (self.api_key or "").encode())
-        if self.api_key is not None and scope["path"].startswith("/v1") and not is_known:
-            message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
-            return JSONResponse(error_body(message, "authentication_error"), 401)
-        if b"transfer-encoding" in headers or int(headers.get(b"content-length", 0)) > MOST_BYTES:
-            return JSONResponse(error_body(f"the body must have at most {MOST_BYTES} bytes, by Content-Length"), 413)
-        return None
+        if self.api_key is None or not path.startswith("/v1"):
+            return
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(token, self.api_key.encode()):
+            raise HTTPException(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY")
+
+
+async def read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    """Returns the body of a request; raises HTTPException if it is too long, or does not come to its end in time."""
+    body, more, size = bytearray(), True, int(headers.get(b"content-length", 0))
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more and max(size, len(body)) <= MOST_BYTES:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HTTPException(CLIENT_GONE, "the client has left")
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise HTTPException(408, f"the body has not come within {BODY_SECONDS} seconds") from error
+    if max(size, len(body)) > MOST_BYTES:
+        raise HTTPException(413, f"the body has more than {MOST_BYTES} bytes: send fewer prompts at a time")
+    return bytes(body)
 
 
 def build_app(served: Served) -> FastAPI:
@@ -129,14 +182,16 @@ def build_app(served: Served) -> FastAPI:
 
 
 async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse:
-    """Answers 400, with the place and the reason of the error that lies deepest."""
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    """400, with the place and the reason of one thing that is wrong: of what may be written in several ways, that which
+    is wrong in the nearest one."""
+    first = max(error.errors(), key=lambda found: len(found["loc"]))
     place = ".".join(str(part) for part in first["loc"] if part != "body")
     return JSONResponse(error_body(f"{place}: {first['msg']}" if place else first["msg"]), 400)
 
 
-async def refuse(_: Request, error: StarletteHTTPException) -> JSONResponse:
-    kind = {404: "not_found_error", 500: "server_error"}.get(error.status_code, "invalid_request_error")
+async def refuse(_: Request | None, error: StarletteHTTPException) -> JSONResponse:
+    kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+    kind = kinds.get(error.status_code, "invalid_request_error")
     return JSONResponse(error_body(error.detail, kind), error.status_code)
 
 
@@ -146,8 +201,8 @@ def check_model(served: Served, name: str) -> None:
 
 
 def model_card(served: Served) -> Json:
-    about = {"object": "model", "created": 0, "owned_by": "nano-verl"}
-    return {"id": served.name, **about, "max_model_len": served.context}
+    card = {"id": served.name, "object": "model", "created": 0, "owned_by": "nano-verl"}
+    return {**card, "max_model_len": served.context}
 
 
 def completion_prompts(body: CompletionBody) -> Sequence[str | list[int]]:
@@ -166,9 +221,18 @@ def chat_prompt(body: ChatBody) -> list[Message]:
 
 
 async def encode(served: Served, prompt: Prompt | list[int]) -> list[int]:
-    """Returns the token ids of a prompt, which may be ids. Raises HTTPException if the chat template refuses it."""
+    """Returns the token ids of a prompt, which may be ids; raises HTTPException if it is longer than any that fits, or
+    if the chat template does not write it."""
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict)):
         return prompt
+    texts = [prompt] if isinstance(prompt, str) else ["".join(map(str, message.values())) for message in prompt]
+    characters = sum(map(len, texts))
+    if characters > served.characters or len(texts) > served.context:
+        raise HTTPException(
+            400,
+            f"the prompt has {characters} characters in {len(texts)} messages, more than {served.context} tokens "
+            "can hold (data.max_prompt_length + max_response_length)",
+        )
     working = asyncio.get_running_loop().run_in_executor(served.encoder, encode_prompt, prompt, served.tokenizer)
     try:
         return await working
@@ -183,11 +247,14 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
     if not 0 <= min(prompt) <= max(prompt) < served.vocab_size:
         raise HTTPException(400, f"the prompt has token ids beyond the model's, which are 0 to {served.vocab_size - 1}")
     room = served.context - len(prompt)
-    limit = min(served.max_tokens, room) if body.longest is None else body.longest
-    if not 0 < limit <= room:
-        sizes = f"the prompt has {len(prompt)} tokens and the response is to have {max(limit, 1)}"
-        raise HTTPException(400, f"{sizes}, together more than the {served.context} of this server ({LENGTHS})")
-    return limit
+    asked = min(served.max_tokens, room) if body.longest is None else body.longest
+    if not 0 < asked <= room:
+        raise HTTPException(
+            400,
+            f"the prompt has {len(prompt)} tokens and the response is to have {max(asked, 1)}, together more than the "
+            f"{served.context} of this server (data.max_prompt_length + max_response_length)",
+        )
+    return asked
 
 
 def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
@@ -198,23 +265,28 @@ def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
 
 
 async def answer(
-    served: Served, body: CompletionBody | ChatBody, given: Sequence[Prompt | list[int]], request: Request
+    served: Served, body: CompletionBody | ChatBody, asked: Sequence[Prompt | list[int]], request: Request
 ) -> Response:
     """Answers a request with all of its choices, whole or as a stream of events."""
-    n = body.n or 1
-    if not given:
+    if not asked:
         raise HTTPException(400, "prompt is empty")
-    if len(given) * n > MOST_CHOICES:
-        message = f"{len(given)} prompts with n={n}: a request has at most {MOST_CHOICES} choices, send several"
-        raise HTTPException(400, message)
+    if len(asked) * (body.n or 1) > MOST_CHOICES:
+        raise HTTPException(
+            400,
+            f"{len(asked)} prompts with n={body.n or 1}: a request has at most {MOST_CHOICES} choices, send several",
+        )
     check_stops(served, body)
     seed = secrets.randbits(63) if body.seed is None else body.seed
-    prompts, choices = [], []
-    for place, prompt in enumerate(given):  # one after the other, so that none is encoded behind one that does not fit
+    prompts: list[list[int]] = []
+    limits: list[int] = []
+    for prompt in asked:  # one after the other, so that none is encoded behind one that does not fit
         prompts.append(await encode(served, prompt))
-        limit = tokens_left(served, body, prompts[-1])
-        seeds = [derive_seed(seed, "choice", place, number) for number in range(n)]
-        choices += [parts(served, body, prompts[-1], limit, each) for each in seeds]
+        limits.append(tokens_left(served, body, prompts[-1]))
+    choices = [
+        parts(served, body, prompt, limit, derive_seed(seed, "choice", place, number))
+        for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        for number in range(body.n or 1)
+    ]
     form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]))
     if body.stream:
         return StreamingResponse(events(form, choices), media_type="text/event-stream")
@@ -258,11 +330,11 @@ async def parts(
 
 async def gather_parts(choices: Sequence[AsyncIterator[Part]]) -> list[Part]:
     """Returns every choice whole."""
-    whole = [Part() for _ in choices]
+    found = [Part() for _ in choices]
     async with aclosing(merge_streams(choices)) as pieces:
         async for index, part in pieces:
-            whole[index] += part
-    return whole
+            found[index] += part
+    return found
 
 
 async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) -> AsyncIterator[str]:
@@ -274,12 +346,12 @@ async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) 
         async with aclosing(merge_streams(choices)) as pieces:
             async for index, part in pieces:
                 if part.token_ids or part.finish_reason:
-                    yield event(form.chunk([form.choice(index, part, "delta")]))
+                    yield event(form.chunk(index, part))
     except (ValueError, EngineError) as error:
         yield event(error_body(str(error), "server_error"))
     options = form.body.stream_options
     if options is not None and options.include_usage:
-        yield event(form.chunk([], usage=form.usage()))
+        yield event(form.closing())
     yield "data: [DONE]\n\n"
 
 

@@ -1,10 +1,12 @@
-"""Checks requests of an OpenAI-compatible API, and builds the JSON that answers them, text while its tokens come.
+"""Requests and responses of an OpenAI-compatible API: bodies that are checked, the JSON that answers them, and the text
+of a response while its tokens come.
 
-Whatever a request may ask for has a bound. Fields are those of api.openai.com, and of vLLM's server: top_k, min_p,
-return_token_ids, and stop_token_ids with ignore_eos. What this server does not do is refused, unless it is left at the
-value that asks for nothing.
+Whatever a request may ask for has a bound, so that its failure is its own. Fields are those of api.openai.com, and of
+vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with ignore_eos. What this server does not do is
+refused unless it is left at the value that asks for nothing.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from workers.rollout import COLDEST
 
 MOST_BYTES = 2 << 20  # of a body
 MOST_CHOICES = 256  # of a request: prompts times n
+MOST_FIELDS = 100
 TOKENS = 1 << 31  # no model has as many
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=TOKENS)]
@@ -68,6 +71,9 @@ class Body(BaseModel):
     def without_what_asks_for_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        if len(body) > MOST_FIELDS:
+            raise ValueError(f"a request has at most {MOST_FIELDS} fields, and this one {len(body)}")
+        check_characters(body)
         for name in NOT_HERE:
             if name in body and body[name] not in DEFAULTS:
                 raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
@@ -155,8 +161,12 @@ class Part:
     finish_reason: str | None = None
 
     def __add__(self, other: "Part") -> "Part":
-        ids, log_probs = self.token_ids + other.token_ids, self.log_probs + other.log_probs
-        return Part(self.text + other.text, ids, log_probs, other.finish_reason)
+        return Part(
+            self.text + other.text,
+            self.token_ids + other.token_ids,
+            self.log_probs + other.log_probs,
+            other.finish_reason,
+        )
 
 
 class ResponseBuilder:
@@ -181,11 +191,15 @@ class ResponseBuilder:
     def opening(self, index: int) -> Json:
         """Returns the chunk that begins a choice of a chat."""
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return self.chunk([choice])
+        return {**self.envelope(self.body.chunk_name), "choices": [choice]}
 
-    def chunk(self, choices: list[Json], **more: Json) -> Json:
-        """Returns a chunk of new parts of choices; without one and with usage, that of stream_options.include_usage."""
-        return {**self.envelope(self.body.chunk_name), "choices": choices, **more}
+    def chunk(self, index: int, part: Part) -> Json:
+        """Returns the chunk of a new part of a choice."""
+        return {**self.envelope(self.body.chunk_name), "choices": [self.choice(index, part, "delta")]}
+
+    def closing(self) -> Json:
+        """Returns the chunk of stream_options.include_usage."""
+        return {**self.envelope(self.body.chunk_name), "choices": [], "usage": self.usage()}
 
     def envelope(self, name: str) -> Json:
         return {"id": self.id, "object": name, "created": self.created, "model": self.body.model}
@@ -203,24 +217,37 @@ class ResponseBuilder:
         else:
             choice["text"] = part.text
         if self.body.wants_log_probs:
-            choice["logprobs"] = self.log_probs(part)
+            choice["logprobs"] = self.chat_log_probs(part) if self.is_chat else self.log_probs(part)
         if self.body.return_token_ids:
             choice |= {"token_ids": part.token_ids, "prompt_token_ids": self.prompts[index // (self.body.n or 1)]}
         return choice
 
+    def chat_log_probs(self, part: Part) -> Json:
+        entries = []
+        for token_id, log_prob in zip(part.token_ids, part.log_probs, strict=True):
+            token = self.token_text(token_id)
+            entries.append({"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []})
+        return {"content": entries, "refusal": None}
+
     def log_probs(self, part: Part) -> Json:
         tokens = [self.token_text(token_id) for token_id in part.token_ids]
-        if not self.is_chat:
-            return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
-        entries = [
-            {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, log_prob in zip(tokens, part.log_probs, strict=True)
-        ]
-        return {"content": entries, "refusal": None}
+        return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
+
+
+def check_characters(body: Json) -> None:
+    """Raises ValueError if a text in there has half a character: JSON can spell it, no tokenizer reads it."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the body holds {error.object[error.start]!r}, which is half a character") from error
 
 
 def as_string(content: Any) -> Any:
-    """Joins the parts of a message's content by line feeds, for templates. Raises ValueError if a part is no text."""
+    """The content of a message as templates take it: parts of text are joined by line feeds.
+
+    Raises:
+        ValueError: a part is no text.
+    """
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):

@@ -1,6 +1,7 @@
 """The OpenAI-compatible API: a stock client against a real server on loopback, and its parts by themselves."""
 
 import asyncio
+import itertools
 import json
 import re
 import shlex
@@ -10,12 +11,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
-from time import sleep
+from time import monotonic, sleep
 
 import openai
 import pytest
@@ -217,23 +219,39 @@ GOOD = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
 CHATS = {"model": "tiny", "max_tokens": 2}
 BAD = [
     (b"{", "JSON"),
+    (b"", "required"),
+    ([], "dictionary"),
     ({"prompt": "abc"}, "model: Field required"),
+    ({"model": "tiny"}, "prompt: Field required"),
     (GOOD | {"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    (GOOD | {"max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
+    (GOOD | {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
     (GOOD | {"top_p": 0}, "top_p: Input should be greater than 0"),
+    (GOOD | {"n": 129}, "n: Input should be less than or equal to 128"),
     (GOOD | {"stop": [""]}, "at least 1 character"),
     (GOOD | {"maxtokens": 3}, "maxtokens: Extra inputs are not permitted"),
     (GOOD | {"frequency_penalty": 0.5}, "frequency_penalty is not part of this server"),
     (GOOD | {"logprobs": 3}, "logprobs=3: this server knows the log-prob of each sampled token"),
     (GOOD | {"prompt": []}, "prompt is empty"),
     (GOOD | {"prompt": ""}, "the prompt has no tokens"),
+    (GOOD | {"prompt": [[]]}, "the prompt has no tokens"),
     (GOOD | {"prompt": [5, 10**6]}, "the prompt has token ids beyond the model's"),
     (GOOD | {"prompt": [-1]}, "greater than or equal to 0"),
+    (GOOD | {"prompt": {"text": "abc"}}, "prompt"),
     (GOOD | {"prompt": "a" * 64}, "the prompt has 64 tokens and the response is to have 2, together more than the 64"),
     (GOOD | {"max_tokens": 62}, "the prompt has 3 tokens and the response is to have 62, together more than the 64"),
     ({"model": "tiny", "messages": []}, "messages"),
     ({"model": "tiny", "messages": [{"role": "user"}]}, "needs a 'role' and a 'content'"),
+    ({"model": "tiny", "messages": "hello"}, "messages"),
     ({"model": "tiny", "messages": ["hi"]}, "messages"),
 ]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD, ids=range(len(BAD)))
+def test_a_malformed_body_is_answered_with_4xx_and_the_reason(address, body, message):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(address, body, path="chat/completions" if isinstance(body, dict) and "messages" in body else "completions")
+    assert refused.value.code == 400 and message in json.loads(refused.value.read())["error"]["message"]
 
 
 def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(address):
@@ -244,21 +262,35 @@ def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(add
     assert post(address, GOOD | nothing | {"temperature": None, "stop": None})["usage"]["completion_tokens"] <= 2
 
 
-BEYOND_BOUNDS = [
-    (GOOD | {"temperature": 1e-40}, "temperature=1e-40: it must be 0, which is greedy, or 0.01 or more"),
-    (GOOD | {"stop_token_ids": [1] * 65}, "at most 64 items"),
-    (GOOD | {"prompt": ["a"] * 1000, "n": 128}, "1000 prompts with n=128: a request has at most 256 choices"),
-    (b"[" * 10**6, "body"),
-    (CHATS | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text alone"),
-    (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages: the chat template refuses them"),
+HOSTILE = [
+    (GOOD | {"temperature": 1e-40}, 400, "temperature=1e-40: it must be 0, which is greedy, or 0.01 or more"),
+    (GOOD | {"temperature": 1e40}, 400, "temperature: Input should be less than or equal to 100"),
+    (GOOD | {"stop_token_ids": [10**30]}, 400, "stop_token_ids"),
+    (GOOD | {"stop_token_ids": [1] * 65}, 400, "at most 64 items"),
+    (GOOD | {"top_k": 10**30}, 400, "top_k"),
+    (GOOD | {"seed": 10**30}, 400, "seed"),
+    (GOOD | {"prompt": ["a"] * 1000, "n": 128}, 400, "1000 prompts with n=128: a request has at most 256 choices"),
+    (GOOD | {"prompt": "a" * 10**6}, 400, "the prompt has 1000000 characters in 1 messages, more than 64 tokens"),
+    (GOOD | {"prompt": ["a", 5] * 10**5}, 400, "prompt"),
+    (GOOD | {f"f{number}": 0 for number in range(10**5)}, 400, "at most 100 fields"),
+    (b"[" * 10**6, 400, "body"),
+    (b'{"seed": ' + b"9" * 10**6 + b"}", 400, ""),
+    (CHATS | {"messages": [{"role": "a" * 10**6, "content": "b"}]}, 400, "1000001 characters in 1 messages, more than"),
+    (GOOD | {"prompt": "a\ud800"}, 400, "half a character"),
+    (GOOD | {"\udfff": 0}, 400, "half a character"),
+    (CHATS | {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "half a character"),
+    (CHATS | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text alone"),
+    (CHATS | {"messages": [{"role": "user", "content": [7]}]}, 400, "text alone"),
+    (CHATS | {"messages": CHAT * 1000}, 400, "in 1000 messages, more than 64 tokens"),
+    (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, 400, "messages: the chat template refuses them"),
 ]
 
 
-@pytest.mark.parametrize(("body", "message"), BAD + BEYOND_BOUNDS)
-def test_what_is_malformed_or_beyond_a_bound_is_answered_by_400_and_the_reason(address, body, message):
+@pytest.mark.parametrize(("body", "code", "message"), HOSTILE, ids=range(len(HOSTILE)))
+def test_what_is_beyond_a_bound_is_refused_and_says_so(address, body, code, message):
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(address, body, path="chat/completions" if isinstance(body, dict) and "messages" in body else "completions")
-    assert refused.value.code == 400 and message in json.loads(refused.value.read())["error"]["message"]
+    assert refused.value.code == code and message in json.loads(refused.value.read())["error"]["message"]
 
 
 def test_a_content_of_parts_is_their_text(client):
@@ -271,31 +303,56 @@ def test_a_content_of_parts_is_their_text(client):
     assert client.chat.completions.create(model="tiny", messages=forged, max_tokens=1).usage.prompt_tokens == 7 + 3
 
 
-def spoken(address: str, sent: bytes) -> bytes:
+def spoken(address: str, *sent: bytes) -> bytes:
     """What the server says to bytes that are sent to it, until it hangs up."""
     with socket.create_connection(address.removeprefix("http://").split(":")) as connection:
-        connection.sendall(sent)
+        for part in sent:
+            connection.sendall(part)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"  # or it hangs up after 5 seconds
 
 
-@pytest.mark.parametrize(
-    ("key", "size", "code"),
-    [
-        (b"wrong", b"Content-Length: 20000000", b" 401 "),
-        (KEY.encode(), b"Content-Length: 20000000", b" 413 "),
-        (KEY.encode(), b"Transfer-Encoding: chunked", b" 413 "),
-    ],
-)
-def test_the_key_and_the_length_are_looked_at_before_the_body_is_read(address, key, size, code):
-    said = spoken(address, HEAD + size + b"\r\nAuthorization: Bearer " + key + b"\r\n\r\n")
+@pytest.mark.parametrize(("key", "code"), [(b"wrong", b" 401 "), (KEY.encode(), b" 413 ")])
+def test_the_key_and_the_length_are_looked_at_before_the_body_is_read(address, key, code):
+    said = spoken(address, HEAD + b"Content-Length: 20000000\r\nAuthorization: Bearer " + key + b"\r\n\r\n")
     assert code in said.splitlines()[0], "and nothing of the body was sent"
 
 
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half"])
+def test_who_does_not_say_what_is_asked_is_hung_up_on(served, tiny_model, monkeypatch, sent):
+    monkeypatch.setattr("extras.server.app.HEADER_SECONDS", 0.2)
+    with serving(served, compose(tiny_model)) as url:
+        assert spoken(url, sent) == b""
+
+
+def test_a_body_that_never_ends_is_answered(served, tiny_model, monkeypatch):
+    monkeypatch.setattr("extras.server.app.BODY_SECONDS", 0.2)
+    head = HEAD + b"Content-Length: 9\r\nAuthorization: Bearer " + KEY.encode()
+    with serving(served, compose(tiny_model)) as url:
+        said = spoken(url, head + b"\r\n\r\n{")
+        assert b" 408 " in said.splitlines()[0] and b"the body has not come within 0.2 seconds" in said
+        chunked = head.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"\r\n\r\n"
+        said = spoken(url, chunked, b"100000\r\n" + b" " * (1 << 20) + b"\r\n", b"200000\r\n" + b" " * (1 << 20))
+        assert b" 413 " in said.splitlines()[0] or b" 408 " in said.splitlines()[0]
+
+
+def test_a_request_that_the_engine_aborts_is_an_error(tiny_model):
+    class Aborting(Rollout):
+        def generate(self, requests: list[Request]) -> list[Completion]:
+            return [Completion(one.id, [], [], "aborted", 0) for one in requests]
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    engine = Aborting(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
+    served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
+    with serving(served, compose(tiny_model)) as url, pytest.raises(urllib.error.HTTPError) as refused:
+        post(url, GOOD)
+    assert refused.value.code == 500 and "the engine gave the request up" in refused.value.read().decode()
+
+
 class Fragile(Rollout):
-    """Refuses prompts of two tokens, breaks at three, aborts four, and answers others by their first token."""
+    """Refuses prompts of two tokens, breaks at those of three, and answers others by their first token."""
 
     def add(self, request: Request) -> None:
         if len(request.prompt_ids) == 2:
@@ -305,8 +362,6 @@ class Fragile(Rollout):
     def generate(self, requests: list[Request]) -> list[Completion]:
         if any(len(request.prompt_ids) == 3 for request in requests):
             raise RuntimeError("out of memory")
-        if any(len(request.prompt_ids) == 4 for request in requests):
-            return [Completion(one.id, [], [], "aborted", 0) for one in requests]
         return [Completion(one.id, one.prompt_ids[:1], [-1.0], "length", 0) for one in requests]
 
 
@@ -315,11 +370,7 @@ def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_
     engine = Fragile(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
     served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
     with serving(served, compose(tiny_model)) as url:
-        for prompt, code, message in (
-            ("ab", 400, "two tokens are too few"),
-            ("abc", 500, "out of memory"),
-            ("abcd", 500, "the engine gave the request up"),
-        ):
+        for prompt, code, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 post(url, GOOD | {"prompt": prompt})
             assert refused.value.code == code and message in refused.value.read().decode()
@@ -408,6 +459,47 @@ def test_the_pieces_are_the_text_before_the_first_stop_string(text, stops):
 # The command
 
 
+def memory(pid: int) -> dict[str, int]:
+    """MiB of a process: VmRSS now, VmHWM at most so far."""
+    lines = Path(f"/proc/{pid}/status").read_text().split("\n")
+    return {line.split(":")[0]: int(line.split()[1]) >> 10 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+
+
+def among_hostile_clients(url: str, model: str, pid: int) -> None:
+    """64 clients, eight of them hostile: each honest one gets what it got alone, and memory stays bounded."""
+    asked = [GOOD | {"model": model, "prompt": "abc" * (i % 9 + 1), "seed": i, "max_tokens": 16} for i in range(56)]
+    alone, over = [post(url, body)["choices"] for body in asked], Event()
+    idle, codes = memory(pid)["VmRSS"], Counter[str]()
+
+    def harm(first: int) -> None:
+        for number in itertools.count(first):
+            if over.is_set():
+                return
+            body, *_ = HOSTILE[number % len(HOSTILE)]
+            path = "chat/completions" if isinstance(body, dict) and "messages" in body else "completions"
+            try:
+                post(url, body | {"model": model} if isinstance(body, dict) else body, path=path)
+            except urllib.error.HTTPError as refused:
+                codes[str(refused.code)] += 1
+
+    with ThreadPoolExecutor(64) as pool:
+        hostile = [pool.submit(harm, 3 * number) for number in range(8)]
+        began = monotonic()
+        try:
+            found = [*pool.map(lambda body: [post(url, body)["choices"] for _ in range(4)], asked)]
+        finally:
+            over.set()
+        for each in hostile:
+            each.result()
+    assert found == [[choices] * 4 for choices in alone]
+    most = memory(pid)["VmHWM"]
+    print(
+        f"{4 * len(asked)} answers in {monotonic() - began:.1f} s beside {dict(codes)}; {idle} MiB idle, {most} at most"
+    )
+    assert codes.keys() == {"400"} and codes["400"] > 50
+    assert most < 1.5 * idle, "the cache of 56 short answers is nothing beside what is idle"
+
+
 def test_the_command_serves_until_it_is_stopped(tiny_model):
     command = [sys.executable, "-m", "extras.server.__main__", f"model.path={tiny_model}", "server.port=0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -416,6 +508,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
             url = line.split()[-1].removesuffix("/v1")
             assert line.startswith(f"serving {tiny_model} at http://127.0.0.1:")
             assert post(url, GOOD | {"model": str(tiny_model)})["usage"]["prompt_tokens"] == 3
+            among_hostile_clients(url, str(tiny_model), process.pid)
             process.send_signal(signal.SIGINT)
             assert "Traceback" not in process.communicate(timeout=60)[1]
         finally:
