@@ -111,6 +111,24 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
 }
 
 
+MOVED = {  # by its old name, the new one of a module that users run or name
+    "training.report": "python -m extras.report",
+    "training.sft_trainer": "python -m extras.sft",
+    "training.model_merger": "python -m extras.merge",
+    "training.try_reward": "python -m extras.try_reward",
+    "training.reward": "python -m extras.try_reward",
+    "training.from_verl": "python -m extras.verl",
+    "training.main_eval": "python -m extras.evaluation.main_eval",
+    "training.main_generation": "python -m extras.evaluation.main_generation",
+    "training.main_server": "python -m extras.server",
+    "training.judge": "extras.judge.judge",
+    "data.curriculum": "extras.curriculum.curriculum",
+    **{f"workers.tools.{name}": f"extras.tools.{name}" for name in ("calculator", "gsm8k", "search")},
+    "workers.tools.sandbox": "extras.sandbox.tool",
+    **{f"workers.interactions.{name}": f"extras.interactions.{name}" for name in ("endpoint", "gsm8k", "scripted")},
+}
+
+
 def find(kind: str, name: str, key: str = "") -> Any:
     """Imports and returns the object of a kind that is called `name`: of the table, or file.py:Name of the user's.
 

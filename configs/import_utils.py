@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from configs.errors import is_users
-from configs.extras import find, present
+from configs.extras import MOVED, find, present
 from configs.paths import find_path
 
 
@@ -76,7 +76,8 @@ def load_module(path: str) -> ModuleType:
         return _load_file(file.resolve()) if is_file else importlib.import_module(dotted)
     except Exception as error:  # whatever a user's file raises is passed on as the cause
         if not is_file and _is_missing(dotted, error):
-            raise ModuleNotFoundError(f"{path}: neither a file in {Path.cwd()} nor a module on PYTHONPATH.") from None
+            where = f"it is {MOVED[dotted]} now" if dotted in MOVED else f"neither a file in {Path.cwd()} nor a module"
+            raise ModuleNotFoundError(f"{path}: {where}.") from None
         raise RuntimeError(f"Error loading module from {path}: {type(error).__name__}: {error}") from error
 
 

@@ -119,7 +119,7 @@ def test_a_missing_file_names_the_path_where_it_was_looked_for(tmp_path, monkeyp
 
 def test_a_missing_module_says_that_it_is_neither_file_nor_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match=f"no_such_pkg.rewards: neither a file in {tmp_path} nor a module on"):
+    with pytest.raises(ModuleNotFoundError, match=f"no_such_pkg.rewards: neither a file in {tmp_path} nor a module"):
         load_module("no_such_pkg.rewards")
 
 
