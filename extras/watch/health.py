@@ -109,8 +109,8 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
     late, broken = (int(metrics.get(f"reward/{outcome}", 0)) for outcome in ("timeout", "error"))
     if late or broken:
         return (
-            f"{late} responses were not scored in time, and {broken} made the reward raise (the warnings name the "
-            "line). Mend the function, which `python -m extras.try_reward` tries, or raise reward.timeout."
+            f"{late} responses were not scored in time, and {broken} got an error or no number (the warnings say which). "
+            "Mend the function, which `python -m extras.try_reward` tries, or raise reward.timeout."
         )
     if "critic/score/max" not in metrics:
         return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
