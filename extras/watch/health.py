@@ -109,7 +109,7 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
     late, broken = (int(metrics.get(f"reward/{outcome}", 0)) for outcome in ("timeout", "error"))
     if late or broken:
         return (
-            f"{late} responses were not scored in time, and {broken} got an error or no number (the warnings say which). "
+            f"{late} responses were not scored in time, and {broken} by an error or no number (see the warnings). "
             "Mend the function, which `python -m extras.try_reward` tries, or raise reward.timeout."
         )
     if "critic/score/max" not in metrics:
