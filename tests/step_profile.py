@@ -1,4 +1,4 @@
-"""Counts what one GRPO step enters of our code: python -m tests.step_profile [--list]
+"""Counts what one GRPO step enters of our code, and what its run loads: python -m tests.step_profile [--list]
 
 A FrozenLake step with the tiny model, the second of a run, so that nothing is made for the first time. A function is
 counted once, however often it is called; lambdas, comprehensions and functions inside another count as functions, and
@@ -100,6 +100,12 @@ def profile_step(model: Path, folder: Path) -> Entered:
     return entered_functions(codes)
 
 
+def loaded_modules() -> int:
+    """Counts the modules of the core and of extras that this process has loaded."""
+    files = {getattr(module, "__file__", None) or "" for module in sys.modules.values()}
+    return sum(file.startswith((*OURS, f"{ROOT}/extras/", f"{ROOT}/main.py")) for file in files)
+
+
 def main_report() -> None:
     from custom.tiny_model import save_tiny_model
 
@@ -113,6 +119,7 @@ def main_report() -> None:
             names = ", ".join(f"{name} {lines}" for lines, name in sorted(functions, reverse=True))
             print(f"{file}: {len(functions)} definitions, {sum(lines for lines, _ in functions)} lines: {names}")
     print(f"one GRPO step enters {entered.files} files, {entered.functions} functions, {entered.lines} lines")
+    print(f"its run loads {loaded_modules()} modules")
 
 
 if __name__ == "__main__":

@@ -33,23 +33,23 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 21_000,
-    "core files": 100,
-    "product lines": 37_500,
-    "scripts and benchmarks": 4_752,
-    "names in training/": 39,
-    "names in workers/": 28,
-    "names in data/": 23,
-    "names in configs/": 12,
+    "core lines": 17_900,
+    "core files": 80,
+    "product lines": 34_050,
+    "scripts and benchmarks": 2_600,
+    "names in training/": 18,
+    "names in workers/": 22,
+    "names in data/": 16,
+    "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 32,
-    "modules with one importer": 60,
+    "modules with one importer": 41,
     "settings": 276,
     "file names in two folders": 12,
-    "functions named by a bare participle": 3,
+    "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 3,
     "README lines": 150,
-    "test lines": 39_000,
+    "test lines": 35_400,
 }
 
 
@@ -191,12 +191,13 @@ def test_the_whole_stays_within_its_budget(figure):
     )
 
 
-STEP_CEILINGS = {"files": 55, "functions": 530, "lines": 3_489}  # functions: as Python 3.11 counts comprehensions
+# Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
+STEP_CEILINGS = {"files": 38, "functions": 420, "lines": 2_620, "modules": 111}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():
     printed = python("-m", "tests.step_profile", check=True).stdout  # alone: what else a process holds is entered, too
-    found = {name: int(number) for number, name in re.findall(r"(\d+) (files|functions|lines)", printed)}
+    found = {name: int(number) for number, name in re.findall(r"(\d+) (files|functions|lines|modules)", printed)}
     assert found.keys() == STEP_CEILINGS.keys()
     above = {name: number for name, number in found.items() if number > STEP_CEILINGS[name]}
     assert not above, f"a step enters {above} of ours, above {STEP_CEILINGS}: `python -m tests.step_profile --list`."
