@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -25,6 +26,10 @@ NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which
     "tests/test_quickstart.py": ("report", "sft"),
     "tests/test_smollm2.py": ("report",),
     "tests/test_vs_trl.py": ("kernels", "report"),
+}
+NEEDS |= {  # of an extra's tests, the extras that they import
+    str(file): tuple(re.findall(r"^from extras\.(\w+)", file.read_text(), re.MULTILINE))
+    for file in ROOT.glob("extras/*/tests/test_*.py")
 }
 collect_ignore = [file for file, names in NEEDS.items() if not all((ROOT / "extras" / name).is_dir() for name in names)]
 
@@ -65,8 +70,7 @@ def shipped_configs_read_once() -> Iterator[None]:
 # clusters of Ray stand side by side, where runs of one would join the other.
 ENGINES = (
     *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py", "test_server.py"),
-    *("test_ray_group.py", "test_scorers.py::test_hostile_scorers_end_inside_a_ray_actor", "test_golden.py"),
-    "test_extras.py::test_the_core_alone_trains_on_ray",
+    *("test_ray_group.py", "test_golden.py", "test_extras.py::test_the_core_alone_trains_on_ray"),
 )
 LONG = (
     *("test_docs", "test_extras", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper"),
