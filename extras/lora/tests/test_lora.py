@@ -152,7 +152,7 @@ def test_a_server_takes_an_adapter_and_no_rank():
     with pytest.raises(ConfigError, match=r"model.lora_rank=4 is set, which only training reads.*lora_adapter_path"):
         check_server(ServerConfig(model=model))
     config = ServerConfig(model=replace(model, lora_adapter_path="adapter"), rollout=RolloutConfig(name="vllm"))
-    with pytest.raises(ConfigError, match=r"lora_adapter_path=adapter with rollout.name=vllm, .*or serve by"):
+    with pytest.raises(ConfigError, match=r"lora_adapter_path=adapter: rollout.name=vllm reads a merged model"):
         check_server(config)
 
 
