@@ -1,6 +1,6 @@
 """Deletes each extra in a copy of the repository: the core must work without it, and name it where a setting asks.
 
-`make extras` deletes all in turn; `make test` three a day. One copy has no extra at all: there the core alone plays
+`make extras` deletes all in turn; `make test` two a day. One copy has no extra at all: there the core alone plays
 episodes with tools, trains by PPO on two Ray workers, saves and resumes.
 """
 
@@ -20,7 +20,7 @@ from tests.runs import learning_metrics, short_run
 
 pytestmark = pytest.mark.slow
 EXTRAS = sorted({path.parent.name for path in FOLDER.glob("*/*.py")})
-A_DAY = 3
+A_DAY = 2
 COPIED = (
     "configs",
     "data",
