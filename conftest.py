@@ -24,7 +24,7 @@ NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which
     "tests/test_make_gpu.py": ("kernels", "report"),
     "tests/test_multiturn.py": ("report", "sft"),
     "tests/test_quickstart.py": ("report", "sft"),
-    "tests/test_smollm2.py": ("report",),
+    "tests/test_smollm2.py": ("report", "sft"),
     "tests/test_vs_trl.py": ("kernels", "report"),
 }
 NEEDS |= {  # of an extra's tests, the extras that they import
