@@ -143,7 +143,7 @@ def test_a_constant_that_is_right_for_a_row_is_not_held_against_it():
         ("__import__('numpy').zeros(2)", "it returned [0.0, 0.0]: a score is a number, or a dict with it as 'score'"),
         ("'1'", "it returned '1': a score is a number, or a dict with it as 'score'"),
         ("float('nan')", "it returned nan: a score is a finite number below 1e+18"),
-        ("{'score': 1.0, 'seen': {1, 2}}", "TypeError: it returned {1, 2}: a score is a number, or a dict with 'score'"),
+        ("{'score': 1.0, 'seen': {1, 2}}", "TypeError: it returned {1, 2}: a score is a number, or a dict"),
     ],
 )
 def test_a_result_is_judged_as_in_training(write: Callable[[str, str], str], result: str, outcome: Outcome | str):
