@@ -10,7 +10,7 @@ from configs.errors import ConfigError, notice
 from configs.extras import TABLE, check_present, present
 from configs.import_utils import split_object
 from configs.paths import find_path, source_files
-from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, SamplingConfig
+from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, SamplingConfig, check_cut
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -73,6 +73,8 @@ def check_batches(config: Config) -> None:
 def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> None:
     """Raises ConfigError unless the longest sequence fits into one pass, wherever passes are cut by tokens."""
     policy, critic, name = config.actor_rollout_ref, config.critic, "log_prob_max_token_len_per_gpu"
+    if with_critic:  # a critic that nobody builds is set in many of verl's scripts
+        check_cut(critic, "critic")
     by_tokens = [(ACTOR, "ppo_max_token_len_per_gpu", policy.actor)] * cuts_by_tokens(policy.actor)
     by_tokens += [("critic", "ppo_max_token_len_per_gpu", critic)] * (with_critic and cuts_by_tokens(critic))
     for key, section in ((ROLLOUT, policy.rollout), *[("actor_rollout_ref.ref", policy.ref)] * with_ref):

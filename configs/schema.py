@@ -391,9 +391,6 @@ class CriticConfig(Frozen):
     )
     cliprange_value: float = setting(0.5, "Largest change of a value in one update, in units of reward.", gt=0)
 
-    def check(self, config: Any, key: str) -> None:
-        check_cut(self, key)
-
 
 @dataclass
 class RewardFunctionConfig(Frozen):

@@ -418,6 +418,7 @@ REFUSED_ALGORITHMS = [
         (["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24"], "rollout.log_prob_max.* at least 25"),
         (["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9", "algorithm.use_kl_in_reward=true"], "ref.log_prob"),
         (["critic.ppo_max_token_len_per_gpu=24", "critic.enable=true"], "critic.ppo_max_token.* at least 25"),
+        (["critic.use_dynamic_bsz=false", "critic.enable=true"], "critic.use_dynamic_bsz=false needs critic.ppo_micro"),
         (["actor_rollout_ref.rollout.prompt_length=9"], "prompt_length=9 is below data.max_prompt_length=24"),
         (["actor_rollout_ref.rollout.response_length=9"], "response_length=9 is above data.max_response_length=1"),
         (
@@ -459,6 +460,10 @@ def test_settings_that_contradict_each_other_are_refused_with_a_way_out(override
         config = compose(*overrides)
         check_config(config)
         check_algorithm(config)
+
+
+def test_settings_of_a_critic_that_nobody_builds_are_not_refused():
+    check_algorithm(compose("algorithm.adv_estimator=grpo", "critic.use_dynamic_bsz=false"))
 
 
 ROLLOUT = "actor_rollout_ref.rollout"
