@@ -86,8 +86,8 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
             "Raise data.max_response_length",
         ),
         ({**TIES, "end_reason/max_tokens": 1.0}, "^every response scores 0"),  # an answer of one token ends so
-        ({**TIES, "reward/timeout": 3.0, "reward/error": 1.0}, "^3 responses were not scored in time, and 1 made the"),
-        ({"reward/timeout": 0.0, "reward/error": 4.0}, "^0 responses were not scored in time, and 4 made the"),
+        ({**TIES, "reward/timeout": 3.0, "reward/error": 1.0}, "^3 responses were not scored in time, and 1 by an error"),
+        ({"reward/timeout": 0.0, "reward/error": 4.0}, "^0 responses were not scored in time, and 4 by an error"),
     ],
 )
 def test_the_likeliest_cause_is_the_first_that_fits(metrics, cause):
