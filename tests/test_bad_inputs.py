@@ -1,6 +1,5 @@
 """What a user sees who got something wrong: the cause, the remedy, and nothing expensive before it could be known."""
 
-import os
 import re
 import shlex
 import traceback
@@ -270,14 +269,6 @@ def test_a_process_ends_with_code_2_and_its_last_line_is_the_message(tiny_model,
     assert done.stderr.splitlines()[-1].startswith("error: ")
     message_of(DATASET_RAISES, done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_process_whose_environment_breaks_at_validation_ends_with_its_line(tiny_model, tmp_path):
-    command = ENVIRONMENT_FALLS.command(tiny_model, tmp_path)
-    done = run_main(*command, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 1
-    message_of(ENVIRONMENT_FALLS, "\n".join(done.stderr.splitlines()[-2:]))
 
 
 @pytest.mark.slow

@@ -56,11 +56,6 @@ class TestRegistries:
             register_adv_est(AdvantageEstimator.GRPO)(lambda **kwargs: None)
         assert get_adv_estimator_fn("grpo") is compute_grpo_outcome_advantage
 
-    @pytest.mark.parametrize("name", ["GRPO", "gpro"])
-    def test_an_unknown_estimator_lists_the_known_ones(self, name):
-        with pytest.raises(ValueError, match=rf"^Unknown advantage estimator simply: {name}.*'gae', .*'grpo'"):
-            get_adv_estimator_fn(name)
-
     def test_a_policy_loss_may_be_replaced(self):
         assert get_policy_loss_fn("vanilla") is compute_policy_loss_vanilla
 

@@ -214,14 +214,6 @@ def test_links_and_named_files_exist(page: Path):
     assert not {name for name in named - written if not (ROOT / name).exists()}
 
 
-def test_readme_names_every_make_target():
-    text = (ROOT / "README.md").read_text()
-    command = ["make", "--no-print-directory", "help"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    targets = {line.split()[0] for line in listed.splitlines()} - {"help"}
-    assert set(re.findall(r"`make ([\w-]+)`", text)) == targets
-
-
 def test_benchmark_measures_every_phase_of_a_step():
     overrides = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "env.train_size=20"]
     figures = measure(1, overrides)

@@ -86,13 +86,6 @@ def test_gradients_are_clipped_by_their_global_norm(tiny_model: Path, clip_grad:
     assert list(applied.values()) == pytest.approx([3 * scale, 4 * scale])
 
 
-def test_losses_of_several_micro_batches_add_up(tiny_model: Path):
-    whole, parts = make_engine(tiny_model), make_engine(tiny_model)
-    norm = whole.update([loss_of(whole)], step=0)["grad_norm"]
-    thirds = (loss_of(parts) / 3 for _ in range(3))
-    assert parts.update(thirds, step=0)["grad_norm"] == pytest.approx(norm, rel=1e-5)
-
-
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_moments(tiny_model: Path, value: float):
     engine = make_engine(tiny_model)

@@ -260,12 +260,6 @@ def test_taxi_shows_the_taxi_in_every_state_and_no_two_states_look_alike():
         assert rows[row][2 * column] == "T" and "".join(rows).count("T") == 1
 
 
-def test_the_instruction_precedes_the_observation_or_is_left_out():
-    state = make_env(**LAKE).start_state(0)
-    assert make_env(**LAKE, instruction="Go!").state_to_text(state) == "Go!\n\nPFFF\nFHFH\nFFFH\nHFFG"
-    assert make_env(**LAKE, instruction="").state_to_text(state) == "PFFF\nFHFH\nFFFH\nHFFG"
-
-
 @pytest.mark.parametrize(
     ("ansi", "text"),
     [
@@ -282,40 +276,27 @@ def test_ansi_highlights_become_brackets(ansi, text):
     assert mark_ansi(ansi) == text
 
 
-@given(st.lists(st.sampled_from(["\x1b", "[", "0", "m", ";", "41", "\x1b[0m", "\x1b[41m", "S", "\n"])).map("".join))
-@settings(max_examples=100, deadline=None)
-def test_no_escape_survives(text):
-    assert "\x1b" not in mark_ansi(text)
-
-
 def actions_of(env_id: str, *texts: str) -> list[int | None]:
     env = make_env(env_id)
     return [env.extract_action(text) for text in texts]
 
 
-@pytest.mark.parametrize(
-    ("answer", "action"),
-    [
-        ("R", 2),
-        ("r", 2),
-        ("I go right.", 2),
-        ("LEFT", 0),
-        ("**Down**!", 1),
-        ("<answer>U</answer>", 3),
-        ("not left, not down: up", 3),
-        ("Move:L\n", 0),
-        ("'D'", 1),
-        ("I walk around a LUMP.", None),
-        ("Upside-down? I'd say no. All uphill.", None),
-        ("You'd better make a U-turn.", None),
-        ("right. I'd bet on it", 2),
-        ("2", None),
-        ("", None),
-        ("ſ İ ı K \udcff", None),  # letters whose lower case is another letter, or longer
+ANSWERS = {
+    0: ["LEFT", "Move:L\n"],
+    1: ["**Down**!", "'D'"],
+    2: ["R", "r", "I go right.", "right. I'd bet on it"],
+    3: ["<answer>U</answer>", "not left, not down: up"],
+    None: [
+        *("I walk around a LUMP.", "Upside-down? I'd say no. All uphill.", "You'd better make a U-turn.", "2", ""),
+        "ſ İ ı K \udcff",  # letters whose lower case is another letter, or longer
     ],
-)
-def test_frozen_lake_reads_letters_and_words(answer, action):
-    assert make_env(**LAKE).extract_action(answer) == action
+}
+
+
+def test_frozen_lake_reads_letters_and_words():
+    lake = make_env(**LAKE)
+    for action, answers in ANSWERS.items():
+        assert [lake.extract_action(answer) for answer in answers] == [action] * len(answers), answers
 
 
 def test_each_environment_has_its_own_action_numbers():

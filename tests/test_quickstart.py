@@ -7,7 +7,6 @@ from custom.env_wrapper import EnvState, make_env
 from data.files import sole_run
 from scripts import quickstart
 from scripts.quickstart import demonstrations, safe_moves
-from tests.runs import compose
 
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": "Go."}
 
@@ -18,14 +17,6 @@ def test_the_quickstart_holds_its_folder_from_the_first_step(tmp_path, monkeypat
     with sole_run(config.trainer.default_local_dir), pytest.raises(ConfigError, match="belongs to another run"):
         quickstart.quickstart(config)
     assert [path.name for path in (tmp_path / "outputs/quickstart").iterdir()] == ["run.lock"]
-
-
-def test_frozenlake_by_hand_leaves_the_quickstarts_folder_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("frozenlake", "frozenlake_ppo"):
-        assert compose(name=name).trainer.default_local_dir == f"outputs/{name}"
-        config = quickstart.rl_config(name, 0, [])
-        assert config.trainer.default_local_dir == f"outputs/{name.replace('frozenlake', 'quickstart')}"
 
 
 def test_safe_moves_by_hand():

@@ -20,7 +20,7 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams, Stage
 from examples.novelty_trainer import NoveltyTrainer
-from tests.batches import padded
+from tests.batches import episode_batch, padded, random_groups
 from tests.runs import compose, files_of_at_most, learning_metrics, short_run, tree_of
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, first_policy_step
@@ -296,6 +296,16 @@ def test_the_first_refused_updates_are_kept_for_study_and_several_in_a_row_end_t
     assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 5)]
     refused = DataProto.load_from_disk(tmp_path / kept[0])
     assert torch.equal(refused.advantages, bandit.updates[1].advantages) and len(refused) == 8
+
+
+def test_what_is_learnt_from_is_what_the_policy_said(tmp_path):
+    """…and not what an environment told it in between."""
+    trainer, _ = make_trainer(tmp_path)
+    batch = episode_batch(random_groups(0), "transcript", 0)
+    batch.pop(["rollout_log_probs"])  # or a correction hands out a mask of its own
+    trainer.compute_advantages(batch, {})
+    assert torch.equal(batch.loss_mask, batch.response_mask)
+    assert (batch.attention_mask[:, -batch.responses.shape[1] :] > batch.loss_mask).any()
 
 
 GRPO = ["actor_rollout_ref.actor.use_kl_loss=false"]

@@ -171,18 +171,6 @@ def test_sigusr1_saves_a_run_which_goes_on_and_says_at_its_end_what_it_did_not_s
     assert learning_metrics(tmp_path) == learning_metrics(unbroken())
 
 
-@pytest.mark.parametrize("step", [1, 4])  # within an epoch and at the end of one; from every step: above
-def test_a_run_forked_from_a_step_goes_on_like_the_unbroken_run(settings, unbroken, tmp_path, step):
-    source = unbroken("ppo")
-    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
-    resume = f"trainer.resume_from_path={source}/global_step_{step}"
-    main.run(compose(*settings(tmp_path, "ppo", "trainer.resume_mode=resume_path", resume)))
-    straight = learning_metrics(source)
-    assert learning_metrics(tmp_path) == {number: straight[number] for number in range(step, 6)}
-    assert state_files(tmp_path, 5) == state_files(source, 5)
-    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
-
-
 def test_a_finished_run_says_so_and_returns_its_last_validation(settings, monkeypatch, tmp_path, capsys):
     validated = []
     measure = RayPPOTrainer.measure

@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 import main
 from configs.errors import ConfigError
 from data.files import sole_run
 from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_run, tree_of
-from training.checkpoint import config_drift
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
 
@@ -127,30 +126,6 @@ def test_another_model_does_not_take_over_the_weights_in_a_folder(tiny_model, tm
     assert f"actor_rollout_ref.model.path={other}: " in said and str(tiny_model) in said
     main.run(compose(*fork))
     assert list(learning_metrics(tmp_path / "fork")) == [2, 3]
-
-
-def test_a_run_without_checkpoints_says_so_before_and_after_and_records_its_config(tiny_model, tmp_path, capsys):
-    config = compose(*short_run(tiny_model, tmp_path, "trainer.total_training_steps=1", "env.val_episodes=0"))
-    main.run(config)
-    output = capsys.readouterr().out
-    assert f"files go to {tmp_path}: metrics.jsonl, config.yaml. No checkpoint will be written" in output
-    assert "trainer.save_freq=N saves every N steps" in output
-    assert f"{tmp_path} has metrics.jsonl, config.yaml, and no checkpoint." in output
-    assert config_drift(tmp_path / "config.yaml", config) == []
-
-
-def test_a_run_with_checkpoints_says_where_its_model_is_and_it_is_there(tiny_model, tmp_path, capsys):
-    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
-    main.run(compose(*short_run(tiny_model, tmp_path, *TWO_STEPS, contents)))
-    output = capsys.readouterr().out
-    assert (
-        "and every step a checkpoint of model, hf_model (without optimizer, extra it cannot be resumed from)." in output
-    )
-    [line] = [line for line in output.splitlines() if "from_pretrained loads " in line]
-    told, _, folder = line.partition("from_pretrained loads ")
-    assert told == f"{tmp_path} has metrics.jsonl, config.yaml, global_step_2. "
-    AutoModelForCausalLM.from_pretrained(folder.removesuffix("."))
-    assert not (tmp_path / "global_step_1/critic").exists()
 
 
 @pytest.fixture

@@ -70,10 +70,6 @@ def test_the_command_leaves_figures_and_answers(tiny_model, tmp_path, monkeypatc
     assert lines[3].startswith(f"| {answers[0][2]['raw_prompt'][-1]['content']} | ")
 
 
-def test_an_answer_of_any_text_stays_in_its_cell() -> None:
-    assert smollm2.markdown([{"before": "a|b\nc"}]) == "| before |\n| --- |\n| a\\|b<br>c |\n"
-
-
 def test_the_model_is_made_only_where_it_is_wanted_and_missing(tiny_model, monkeypatch) -> None:
     made = []
     monkeypatch.setattr(smollm2_model, "save_smollm2", lambda folder: (made.append(folder), folder.mkdir()))

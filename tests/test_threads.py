@@ -5,7 +5,7 @@ import os
 import pytest
 
 from configs import process
-from configs.process import Threads, available_cores, cpu_quota, worker_threads
+from configs.process import available_cores, cpu_quota, worker_threads
 from tests.runs import compose
 
 
@@ -77,8 +77,3 @@ def test_a_variable_that_is_no_number_is_refused_unless_the_config_decides(monke
     with pytest.raises(ValueError, match=f"^OMP_NUM_THREADS={declared} is no number .*trainer.n_threads"):
         compose()
     compose("trainer.n_threads=2")
-
-
-def test_threads_are_told_with_where_they_come_from():
-    assert str(Threads(1, "trainer.n_threads")) == "1 thread (trainer.n_threads)"
-    assert str(Threads(2, "a CPU quota of 2.5")) == "2 threads (a CPU quota of 2.5)"

@@ -6,10 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from custom.tiny_model import ALPHABET, SPECIALS, build_model, build_tokenizer, main, save_tiny_model
-from workers.rollout import stop_token_ids
+from custom.tiny_model import ALPHABET, build_model, build_tokenizer, main
 
 TOKENIZER = build_tokenizer()
 
@@ -33,11 +31,6 @@ def test_the_chat_template_opens_and_ends_each_message_with_one_token():
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "shi"
 
 
-def test_padding_end_and_unknown_are_three_different_tokens():
-    assert len({TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id}) == 3
-    assert stop_token_ids(TOKENIZER, None) == {TOKENIZER.convert_tokens_to_ids("<|end|>")}
-
-
 def test_weights_are_fixed_by_the_seed_and_the_global_generator_is_left_alone():
     torch.manual_seed(5)
     first, again, other = (build_model(TOKENIZER, seed, hidden_size=16, layers=1) for seed in (0, 0, 1))
@@ -47,24 +40,6 @@ def test_weights_are_fixed_by_the_seed_and_the_global_generator_is_left_alone():
     same = [torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)]
     assert all(same)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-
-
-def test_its_default_size_is_what_is_promised():
-    model = build_model(TOKENIZER, seed=0)
-    assert 0.75e6 < model.num_parameters() < 0.85e6
-    assert (
-        model.config.vocab_size == len(TOKENIZER) == len(SPECIALS) + len(ALPHABET) and model.config.tie_word_embeddings
-    )
-
-
-def test_a_saved_model_loads_as_any_other(tmp_path):
-    save_tiny_model(tmp_path, seed=3, hidden_size=16, layers=1)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    expected = build_model(TOKENIZER, seed=3, hidden_size=16, layers=1)
-    ids = torch.tensor([tokenizer.encode("left or right?")])
-    torch.testing.assert_close(model(ids).logits, expected(ids).logits)
-    assert tokenizer.chat_template == TOKENIZER.chat_template and tokenizer.get_vocab() == TOKENIZER.get_vocab()
-    assert tokenizer.decode(ids[0]) == "left or right?"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from data.types import Observer
 from tests.forked import python
 from tests.runs import files_of_at_most
 from training import tracking
-from training.tracking import METRICS_FILE, Observers, observers_of, short_number
+from training.tracking import METRICS_FILE, Observers, observers_of
 
 ROOT = Path(__file__).parent.parent
 OF_EXTRAS = ("extras.report.observer", "extras.watch.health")
@@ -259,22 +259,6 @@ def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, c
             track.log(step, {"val-core/maze/reward/mean@1": 0.5} if step == 3 else STEP)
     steps = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert steps == ["1/6", "3/6", "6/6"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0.00"),
-        (0.0078, "0.0078"),
-        (-0.00091, "-0.00091"),
-        (7.8e-05, "7.8e-05"),
-        (0.614, "0.61"),
-        (12.345, "12.35"),
-        (1234.4, "1234"),
-    ],
-)
-def test_numbers_read_well(value, text):
-    assert short_number(value) == text
 
 
 def run_on_a_terminal(program: str) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from tests.engines import Playing, trainer_on
 from tests.runs import compose
 from training.environment import EnvSetup
 from training.episode_rows import EpisodeRows
-from training.messages import spread, validation_summary
+from training.messages import spread
 from training.ray_trainer import RayPPOTrainer
 from training.reward import load_reward_manager
 
@@ -176,20 +176,6 @@ def test_a_player_who_never_moves_runs_out_of_turns(tmp_path):
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 0.0
     assert metrics["val-aux/num_turns/min"] == metrics["val-aux/num_turns/max"] == 12
     assert [*batch.end_reason[EpisodeRows(batch).last_row]] == ["max_turns"] * 6 and len(batch) == 6 * 12
-
-
-def test_the_summary_names_the_means_of_each_source():
-    metrics = {
-        "val-core/openai/gsm8k/acc/mean@4": 0.25,
-        "val-aux/openai/gsm8k/reward/mean@4": 0.5,
-        "val-aux/openai/gsm8k/reward/std@4": 0.1,
-        "val-core/CartPole-v1/return/mean@1": 21.33333,
-        "val-aux/num_turns/mean": 21.0,
-    }
-    assert validation_summary(20, metrics).splitlines() == [
-        "validation at step 20: openai/gsm8k: acc 0.25, reward 0.5",
-        "validation at step 20: CartPole-v1: return 21.33",
-    ]
 
 
 def test_some_answers_are_printed_without_their_middle(tmp_path, capsys):

@@ -170,20 +170,6 @@ def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browse
     browser.wait(lambda: browser.texts(".sample .snippet")[0] == " · ".join(words))
 
 
-def test_a_colour_is_as_strong_as_its_number(browser, sample):
-    [row] = sample["rows"]
-    shades = "return [...document.querySelectorAll('.view .token')].map((token) => token.style.background)"
-    seen = set()
-    for name in ("advantage", "log-prob", "entropy", "mismatch", "mask"):
-        browser.click("#colour option", name)
-        seen.add(str(browser.run(shades)))
-        if name == "entropy":
-            strengths = [float(shade.split("%")[0].split(" ")[-1]) for shade in browser.run(shades)]
-            least = row["entropys"][min(range(20), key=lambda place: strengths[place])]
-            assert least == min(row["entropys"]) and max(strengths) > 20
-    assert len(seen) == 5
-
-
 def test_a_samples_group_and_its_prompt_over_the_steps_are_a_click_away_and_have_links(browser, sample, runs):
     members = browser.all("a.member")
     assert len(members) == 8 and float(members[2].text.split("\n")[0]) == sample["score"]

@@ -10,7 +10,7 @@ import vl_convert
 from PIL import Image
 
 from extras.report import charts
-from extras.report.charts import chart_specs, curve_rows, plot_metric, specs, write_png
+from extras.report.charts import curve_rows, plot_metric, specs, write_png
 from tests.test_tracking import start
 from training.tracking import METRICS_FILE
 
@@ -86,12 +86,6 @@ def test_the_stages_of_a_step_are_stacked_in_their_order_and_many_steps_are_mean
     [first, above] = sorted(items, key=lambda item: item["x"])[:2]
     assert f"seconds: {2.5 if steps > 100 else 3}; stage: gen" in first["description"]
     assert above["y2"] == first["y"] and above["x"] == first["x"]
-
-
-def test_charts_are_those_of_the_metrics_that_there_are():
-    by_id = {chart["id"]: chart for chart in chart_specs(["actor/entropy", "val-core/a/acc/mean@1", "mine"])}
-    assert [*by_id] == ["validation", "entropy", "metric", "stages"]
-    assert by_id["validation"]["names"] == ["val-core/a/acc/mean@1"] and by_id["metric"]["names"] == []
 
 
 @pytest.mark.parametrize("kind", ["curves", "many", "stages"])

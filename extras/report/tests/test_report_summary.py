@@ -63,22 +63,6 @@ def test_the_end_in_words(state, said):
     assert bool(findings(run)) == (state in ("failed", "killed"))
 
 
-def test_a_run_that_goes_on_says_how_long():
-    run = record({}, state="running", info={"starts": [{"total_steps": 110}]})
-    run.metrics["training/seconds"] = Curve([5, 10], [30.0, 60.0])  # it went on from step 4 of another run
-    assert sentences(run)[0] == "10 of 110 steps are done, in 60 s; about 10 minutes are left."
-
-
-def test_supervised_training_in_words():
-    config = {"model": {"path": "tiny"}, "data": {"train_files": "moves.jsonl", "train_batch_size": 16}}
-    first, *others = sentences(record({"train/loss": [2.0, 1.0], "val/loss": [1.5]}, config=config))
-    assert first == "tiny learnt the responses of moves.jsonl, 16 rows a step."
-    assert others[:2] == [
-        "Validation: loss: 1.5 at step 1, and was not measured again.",
-        "Loss in training: 2 over the first step, 1 over the last.",
-    ]
-
-
 def test_the_seconds_of_a_step_are_those_of_its_stages_and_the_rest():
     timed = {"step": [None, 3.5], "mine": [None, 1.0], "testing": [0.5, None], "gen": [None, 2.0], "start": [2.0]}
     metrics = {"training/seconds": [3.0, 7.0], **{f"timing_s/{name}": seconds for name, seconds in timed.items()}}

@@ -25,7 +25,6 @@ from extras.report.transcripts import (
     read_episodes,
     sample_rows,
     span_of_versions,
-    token_texts_of,
 )
 from extras.try_reward.__main__ import load_reward, read_views, score_rows
 from tests.batches import Turn, episode_batch, padded, random_groups
@@ -202,10 +201,6 @@ def test_a_dump_of_answers_gives_the_batch_back(tmp_path):
     dump_jsonl(tmp_path / "4.jsonl", sample_rows(batch, TINY, step=4))
     again = collate([sample for [sample] in read_episodes(tmp_path / "4.jsonl")], 8, 20, TINY.pad_token_id)
     assert all(torch.equal(column, batch.batch[name]) for name, column in again.tensors.items())
-
-
-def test_the_texts_of_a_vocabulary_are_made_once():
-    assert token_texts_of(TINY) is token_texts_of(TINY)
 
 
 # Which samples are kept

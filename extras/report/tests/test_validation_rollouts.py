@@ -27,19 +27,6 @@ def test_answers_to_rows_are_dumped_with_all_that_the_reward_said(tmp_path):
     }.items()  # fmt: skip
 
 
-def test_an_answer_that_names_no_move_costs_a_turn_and_leaves_the_state(tmp_path):
-    answers = optimal_answers()
-    validator = on_episodes(
-        tmp_path,
-        lambda text, times: answers[text] if times > 5 else "?",
-        "trainer.log_val_generations=0",
-        "env.val_episodes=1",
-    )
-    [episode] = rollouts(validator)
-    assert [turn["response"] for turn in episode["turns"][:7]] == ["?"] * 6 + [answers[episode["input"]]]
-    assert len({turn["prompt"] for turn in episode["turns"][:7]}) == 1
-
-
 def test_episodes_show_the_users_prompt_and_read_answers_by_the_users_parser(tmp_path):
     compass = dict(zip("LDRU", "WSEN", strict=True))
     answers = {f"Be quick.? {text}": compass[answer] for text, answer in optimal_answers().items()}
