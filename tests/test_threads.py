@@ -5,7 +5,7 @@ import os
 import pytest
 
 from configs import process
-from configs.process import available_cores, cpu_quota, worker_threads
+from configs.process import Threads, available_cores, cpu_quota, worker_threads
 from tests.runs import compose
 
 
