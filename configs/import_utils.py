@@ -5,6 +5,7 @@ A file is executed once, however often it is named. One that `import` can find i
 sys.modules and the same in every process, so the classes pickle. A file may import the modules beside it.
 """
 
+import ast
 import hashlib
 import importlib
 import inspect
@@ -63,6 +64,7 @@ def load_module(path: str) -> ModuleType:
     Raises:
         FileNotFoundError: no such file.
         ModuleNotFoundError: no such module.
+        ValueError: it imports a module beside it whose name another module has.
         RuntimeError: executing it failed; the cause carries the user's file and line.
     """
     for foreign in foreign_imports():
@@ -72,6 +74,8 @@ def load_module(path: str) -> ModuleType:
     is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
     if is_file and not file.is_file():
         raise FileNotFoundError(f"{path}: there is no file {file.absolute()}: give a path, or a dotted module.")
+    if is_file:
+        check_imports(file.resolve())
     try:
         return _load_file(file.resolve()) if is_file else importlib.import_module(dotted)
     except Exception as error:  # whatever a user's file raises is passed on as the cause
@@ -225,6 +229,40 @@ def _load_file(file: Path) -> ModuleType:
         loader.exec_module(module)
         undo.pop_all()
     return module
+
+
+def check_imports(file: Path) -> None:
+    """Checks that a file, and those beside it that it imports, get the modules beside them and no others of that name.
+
+    Raises:
+        ValueError: `import` gives another module, unless it is Python's own; names both files.
+    """
+    files, checked, folders = [file], set[Path](), [*Neighbours.folders, str(file.parent)]
+    while files:
+        importer = files.pop()
+        checked.add(importer)
+        for name in sorted(imported_names(importer) - sys.stdlib_module_names):
+            paths = (file.parent / f"{name}.py", file.parent / name / "__init__.py")
+            beside = next((path for path in paths if path.is_file() and is_users(str(path))), None)
+            if beside is None or beside in checked:
+                continue
+            spec = PathFinder.find_spec(name) or PathFinder.find_spec(name, folders)
+            spec = sys.modules[name].__spec__ if name in sys.modules else spec
+            imported = spec.origin or (spec.submodule_search_locations or ["another module"])[0]
+            if Path(imported).resolve() != beside:
+                raise ValueError(f"{importer} imports {name}, which is {imported} here, not {beside}: rename one.")
+            files += [beside] if beside.stem == name else []
+
+
+def imported_names(file: Path) -> set[str]:
+    """Returns the modules that a file imports anywhere, by the first part of their names; of a broken file none."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def _importable_name(file: Path) -> str | None:

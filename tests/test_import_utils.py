@@ -183,3 +183,24 @@ def test_what_a_function_lacks_or_does_not_accept_is_said_with_the_key_and_what_
         bind(mine, {"a": 1, "b": 2}, key="data.key", **given)
     with pytest.raises(ValueError, match=r"unexpected keyword argument 'wight'.*my_kwargs=\{'wight': 1\}"):
         bind(mine, {"secret": 1}, {"wight": 1}, **given, settings="my_kwargs")
+
+
+def test_a_file_that_would_get_another_files_neighbour_or_a_module_of_ours_is_refused_with_both_paths(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helpers_of_one_name.py").write_text(f"NAME = {folder!r}")
+        (tmp_path / folder / f"beside_{folder}.py").write_text("def late():\n    import helpers_of_one_name")
+        (tmp_path / folder / "mine.py").write_text(
+            "from beside_two import late" if folder == "two" else "import helpers_of_one_name"
+        )
+        (tmp_path / folder / "data").mkdir()
+        (tmp_path / folder / "data/__init__.py").write_text("")
+        (tmp_path / folder / "ours.py").write_text("from data.tables import read")
+    assert load_module(str(tmp_path / "one/mine.py")).helpers_of_one_name.NAME == "one"
+    paths = "two/beside_two.py imports helpers_of_one_name, which is .*one/helpers_of_one_name.py here, not .*two/helpers_of"
+    with pytest.raises(ValueError, match=paths):
+        load_module(str(tmp_path / "two/mine.py"))
+    with pytest.raises(
+        ValueError, match=f"imports data, which is {ROOT}/data.* here, not .*one/data/__init__.py: rename"
+    ):
+        load_module(str(tmp_path / "one/ours.py"))
