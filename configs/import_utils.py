@@ -9,7 +9,9 @@ import ast
 import hashlib
 import importlib
 import inspect
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -29,6 +31,7 @@ class Neighbours:
     """Finds modules beside the files that were loaded, after all that sys.path has."""
 
     folders: ClassVar[list[str]] = []
+    checked_at: ClassVar[float] = math.inf  # when a run last looked whether files have changed
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
@@ -83,6 +86,21 @@ def load_module(path: str) -> ModuleType:
             where = f"it is {MOVED[dotted]} now" if dotted in MOVED else f"neither a file in {Path.cwd()} nor a module"
             raise ModuleNotFoundError(f"{path}: {where}.") from None
         raise RuntimeError(f"Error loading module from {path}: {type(error).__name__}: {error}") from error
+
+
+def forget_changed_files() -> None:
+    """Has users' files executed anew, in a notebook's next run, if one has changed since the last call.
+
+    Files of custom/ that have not changed stay, as this project imports some of them.
+    """
+    last, Neighbours.checked_at = Neighbours.checked_at, time.time()
+    loaded = {name: Path(vars(module).get("__file__") or "") for name, module in sys.modules.items()}
+    loaded = {name: file for name, file in loaded.items() if str(file.parent) in Neighbours.folders}
+    users = {name: file for name, file in loaded.items() if name != "__main__" and is_users(str(file))}
+    changed = [name for name, file in users.items() if file.stat().st_mtime > last]
+    for name in users if changed else ():
+        if name in changed or not name.startswith("custom."):
+            del sys.modules[name]
 
 
 def load_modules(paths: str | list[str] | None) -> list[ModuleType]:

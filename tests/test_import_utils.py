@@ -1,13 +1,15 @@
 """Users' files and modules: every way to name one, executed once, with errors that lead to the mistake."""
 
 import importlib
+import os
 import pickle
 import sys
+import time
 import traceback
 
 import pytest
 
-from configs.import_utils import Neighbours, bind, load_extern_object, load_module
+from configs.import_utils import Neighbours, bind, forget_changed_files, load_extern_object, load_module
 from configs.paths import ROOT
 
 REWARD = """
@@ -197,10 +199,24 @@ def test_a_file_that_would_get_another_files_neighbour_or_a_module_of_ours_is_re
         (tmp_path / folder / "data/__init__.py").write_text("")
         (tmp_path / folder / "ours.py").write_text("from data.tables import read")
     assert load_module(str(tmp_path / "one/mine.py")).helpers_of_one_name.NAME == "one"
-    paths = "two/beside_two.py imports helpers_of_one_name, which is .*one/helpers_of_one_name.py here, not .*two/helpers_of"
+    paths = "two/beside_two.py imports helpers_of_one_name, which is .*one/helpers_of_one_name.py here, not .*two/"
     with pytest.raises(ValueError, match=paths):
         load_module(str(tmp_path / "two/mine.py"))
     with pytest.raises(
         ValueError, match=f"imports data, which is {ROOT}/data.* here, not .*one/data/__init__.py: rename"
     ):
         load_module(str(tmp_path / "one/ours.py"))
+
+
+def test_files_that_change_between_two_runs_of_a_process_are_executed_anew_with_those_beside_them(tmp_path):
+    (tmp_path / "scale_of_two_runs.py").write_text("SCALE = 1")
+    (tmp_path / "mine.py").write_text("from scale_of_two_runs import SCALE")
+    forget_changed_files()
+    first = load_module(str(tmp_path / "mine.py"))
+    forget_changed_files()
+    assert load_module(str(tmp_path / "mine.py")) is first
+    (tmp_path / "scale_of_two_runs.py").write_text("SCALE = 20")
+    later = time.time() + 1
+    os.utime(tmp_path / "scale_of_two_runs.py", (later, later))
+    forget_changed_files()
+    assert load_module(str(tmp_path / "mine.py")).SCALE == 20

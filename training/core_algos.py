@@ -35,12 +35,18 @@ NEEDS_GROUPS = {"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorize
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvEstimatorFn], AdvEstimatorFn]:
-    """Adds an advantage estimator; raises ValueError if another function has the name, TypeError without a name."""
+    """Adds an advantage estimator, or replaces one of the same module, which is then being run again.
+
+    Raises:
+        ValueError: another module's has the name.
+        TypeError: there is no name.
+    """
     name = key_of(name_or_enum, "register_adv_est")
 
     def register(fn: AdvEstimatorFn) -> AdvEstimatorFn:
-        if (known := ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)) is not fn:
+        if (known := ADV_ESTIMATOR_REGISTRY.get(name, fn)).__module__ != fn.__module__:
             raise ValueError(f"Advantage estimator {name!r} has already been registered, by module {known.__module__}")
+        ADV_ESTIMATOR_REGISTRY[name] = fn
         return fn
 
     return register

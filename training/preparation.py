@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import check_token_budgets
 from configs.errors import ConfigError, did_you_mean, notice
 from configs.extras import find
-from configs.import_utils import accepts, load_modules, load_subclass, split_object
+from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
 from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RolloutConfig
 from data.chat import ChatFormat, shows_tools, tool_kwargs
@@ -103,6 +103,7 @@ class Parts:
 def prepare(config: Config) -> Parts:
     """Builds tokenizer, environment, reward and data, the cheap ones first; raises what cannot work, with its key."""
     seed_everything(config.trainer.seed)
+    forget_changed_files()
     load_modules(config.actor_rollout_ref.model.external_lib)  # first: it may register what the rest looks up
     trainer_class = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
     check_observers(config)

@@ -36,12 +36,12 @@ Class = TypeVar("Class", bound=type)
 
 
 def register(name: str) -> Callable[[Class], Class]:
-    """Registers a class of reward managers under `name`. Raises ValueError if another class has it."""
+    """Registers a class of reward managers under `name`. Raises ValueError if another module's has it."""
 
     def add(manager_class: Class) -> Class:
-        known = REWARD_MANAGER_REGISTRY.setdefault(name, manager_class)
-        if known is not manager_class:
+        if (known := REWARD_MANAGER_REGISTRY.get(name, manager_class)).__module__ != manager_class.__module__:
             raise ValueError(f"the reward manager {name!r} is {known.__qualname__} already: choose another name.")
+        REWARD_MANAGER_REGISTRY[name] = manager_class
         return manager_class
 
     return add

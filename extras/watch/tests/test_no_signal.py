@@ -86,7 +86,10 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
             "Raise data.max_response_length",
         ),
         ({**TIES, "end_reason/max_tokens": 1.0}, "^every response scores 0"),  # an answer of one token ends so
-        ({**TIES, "reward/timeout": 3.0, "reward/error": 1.0}, "^3 responses were not scored in time, and 1 by an error"),
+        (
+            {**TIES, "reward/timeout": 3.0, "reward/error": 1.0},
+            "^3 responses were not scored in time, and 1 by an",
+        ),
         ({"reward/timeout": 0.0, "reward/error": 4.0}, "^0 responses were not scored in time, and 4 by an error"),
     ],
 )
