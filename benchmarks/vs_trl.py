@@ -141,7 +141,7 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     """With its model, which is made if it is not there."""
     model = FOLDER / "models" / (arguments.size if arguments.size == "135m" else f"{arguments.size}-{arguments.seed}")
     if not model.is_dir():
-        make = [TRL_PYTHON, "-m", "benchmarks.models", arguments.size, str(model), str(arguments.seed)]
+        make = [sys.executable, "-m", "benchmarks.models", arguments.size, str(model), str(arguments.seed)]
         subprocess.run(make, check=True, cwd=ROOT)
     own = {name: vars(arguments)[name] for name in ("seed", "ragged", "replay")}
     return Workload.of(arguments, model, FOLDER, **own)

@@ -1,6 +1,8 @@
 """The comparison with TRL, as far as it goes without TRL: what both arms are given, the floor, the figures, our arm."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from benchmarks.floor import Machine, Shape, rollout_floor, seen_by_responses, t
 from benchmarks.models import save_model
 from benchmarks.ours_arm import OursArm
 from benchmarks.workload import PAD, VOCABULARY, Meter, Workload, score
+from configs.paths import ROOT
 from tests.shapes import COUNTED
 
 SMALL = {"size": "1m", "prompts": 2, "samples": 3, "prompt_tokens": 8, "response_tokens": 5, "steps": 3, "seed": 0}
@@ -206,3 +209,23 @@ def test_defaults_follow_the_size_and_what_cannot_work_is_refused(capsys: pytest
         with pytest.raises(SystemExit):
             vs_trl.read_arguments(refused)
         assert refused[0] in capsys.readouterr().err
+
+
+def test_trls_arm_imports_nothing_of_ours_but_the_workload() -> None:
+    """Its environment has torch, transformers and TRL, and none of our other requirements."""
+    absent = ("configs", "data", "training", "workers", "custom", "extras", "scripts", "main", "omegaconf", "hydra")
+    program = (
+        "import sys, types\n"
+        "trl, datasets = types.ModuleType('trl'), types.ModuleType('datasets')\n"
+        "trl.GRPOConfig = trl.GRPOTrainer = datasets.Dataset = object\n"
+        "sys.modules |= {'trl': trl, 'datasets': datasets}\n"
+        f"sys.modules |= dict.fromkeys({absent})\n"  # importing one of these now raises ModuleNotFoundError
+        "import benchmarks.trl_arm"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_model_of_a_comparison_is_made_with_our_own_requirements(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(vs_trl, "FOLDER", tmp_path)
+    assert Path(vs_trl.workload_of(vs_trl.read_arguments(["--size", "1m"])).model).is_dir()
