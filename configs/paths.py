@@ -1,10 +1,16 @@
 """Finds the files that the config names, from any working directory, and those that ship with this repository."""
 
 import glob
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".csv")
+SPLITS = {  # by the names that the hub's files and folders give them
+    "train": "train(?:ing)?",
+    "validation": "val(?:id(?:ation)?)?|dev",
+    "test": "test(?:ing)?|eval(?:uation)?",
+}
 
 
 def find_path(path: str | Path) -> Path:
@@ -32,12 +38,19 @@ def source_files(source: str | Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: no file is found; names the working directory.
+        ValueError: a folder holds several splits of a data set; names a glob of one.
     """
     path = find_path(source)
     if path.is_file():
         return [path]
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.suffix in DATA_ENDINGS and is_shown(file.relative_to(path))]
+        splits = [split for split in SPLITS if any(split_of(file.relative_to(path)) == split for file in files)]
+        if len(splits) > 1:
+            example = next(file for file in sorted(files) if split_of(file.relative_to(path)) == splits[0])
+            word = re.search(f"(?i){SPLITS[splits[0]]}", str(example.relative_to(path)))[0]
+            glob_of_one = path / (f"**/*{word}*" if word in example.name else f"**/{word}/**/*")
+            raise ValueError(f"{source} holds {' and '.join(splits)}: name the files of one, as '{glob_of_one}'.")
         problem = f"no file in it ends in {', '.join(DATA_ENDINGS)}"
     else:
         files = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
@@ -45,6 +58,16 @@ def source_files(source: str | Path) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"{source}: {problem} (looked in {Path.cwd()}).")
     return sorted(files)
+
+
+def split_of(path: Path) -> str | None:
+    """Returns the split that the name of a data file, or of a folder that it stands in, says it belongs to."""
+    for part in (path.stem, *reversed(path.parts[:-1])):
+        words = re.split(r"[-_.\s]+", part.lower())
+        for split, names in SPLITS.items():
+            if any(re.fullmatch(names, word) for word in words):
+                return split
+    return None
 
 
 def is_shown(path: Path) -> bool:

@@ -60,6 +60,7 @@ class DataConfig(section("datagen"), FileRows):
     train_max_samples: int = setting(-1, "Use at most so many training rows; -1: all.", ge=-1)
     val_max_samples: int = setting(-1, "Use at most so many validation rows; -1: all.", ge=-1)
     prompt_key: str = setting("prompt", "Column with the prompt: a list of chat messages, or a plain string.")
+    ground_truth_key: str = setting("ground_truth", "Column with the right answer, where reward_model has none.")
     reward_fn_key: str = setting("data_source", "Column that names where a row comes from; metrics are split by it.")
     max_prompt_length: int = setting(512, "Longest prompt, in tokens, template included.", ge=1)
     max_response_length: int = setting(512, "Longest response, in tokens.", ge=1)

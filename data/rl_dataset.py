@@ -184,7 +184,7 @@ class RLHFDataset(Dataset):
         """
         origin = Origin(source or type(self).__name__, position)
         given = given_ids(columns) if prompt_ids is None else prompt_ids
-        columns = with_labels(own_names(columns), origin)
+        columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None
         ids = self._encode(columns, origin, is_made) if given is None else [int(token) for token in given]
         shows = given is None or is_made or self._prompt(columns) is not None
@@ -280,7 +280,7 @@ class RLHFDataset(Dataset):
 
     def _read(self, row: Row, origin: Origin) -> tuple[Row, int, np.ndarray | None]:
         """Returns a row's columns, and how many tokens its prompt has, and which; None: it is left out as too long."""
-        columns = with_labels(row, origin)
+        columns = with_labels(row, origin, self.config.ground_truth_key)
         check_is_text(columns, self.prompt_key, origin)
         ids = self._encode(columns, origin)
         fits = not self.filter_overlong_prompts or len(ids) <= self.max_prompt_length

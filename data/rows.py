@@ -8,6 +8,7 @@ counts it and goes on; a file that cannot be read at all is an error.
 import csv
 import io
 import json
+import re
 import reprlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +41,8 @@ RUN_COLUMNS = frozenset((
 ))  # fmt: skip
 NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns for which these stand in prompts:
 PLACEHOLDERS = ("<image>", "<video>")
+ENDINGS_OF_DATASETS = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv", ".arrow")  # which the package `datasets` reads
+HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
 LONGEST_CELL = 1 << 30  # characters; csv's own limit is 128 K
 SHOWN, SHOWN_BAD = 3, 5  # rows that are spelt out: of those left out, of those that end the run
@@ -139,19 +142,19 @@ def beside(columns: Mapping[str, Any], taken: Container[str], prefix: str) -> Ro
     return {f"{prefix}_{name}" if name in taken else name: value for name, value in columns.items()}
 
 
-def with_labels(row: Row, origin: Origin) -> Row:
+def with_labels(row: Row, origin: Origin, truth_key: str = "ground_truth") -> Row:
     """`row` with a dictionary as extra_info, and, if it says what is right, one with ground_truth as reward_model.
 
-    Either may be given as JSON. A column ground_truth counts where reward_model has none.
+    Either may be given as JSON. The column `truth_key` counts where reward_model has none.
 
     Raises:
         ValueError: one of the two is no dictionary; names the row.
     """
     row = {**row, "extra_info": _dictionary(row, "extra_info", origin)}
-    if "reward_model" in row or "ground_truth" in row:
+    if "reward_model" in row or truth_key in row:
         labels = {"ground_truth": None} | _dictionary(row, "reward_model", origin)
         if labels["ground_truth"] is None:
-            labels["ground_truth"] = row.get("ground_truth")
+            labels["ground_truth"] = row.get(truth_key)
         row["reward_model"] = labels
     return row
 
@@ -222,12 +225,15 @@ def read_source(source: str | Path) -> Iterator[Found]:
         name, _, query = rest.partition("?")
         return find("source", scheme, "data.train_files")(str(source), name, dict(parse_qsl(query)))
     folder = find_path(source)
+    if folder.name.endswith(ENDINGS_OF_DATASETS):
+        return find("source", "datasets", "data.train_files")(str(source), str(folder), {})
     if any((folder / name).is_file() for name in SAVED_TO_DISK):
         return find("source", "datasets", "data.train_files")(str(source), str(folder), {})
     try:
         files = source_files(source)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"data file {error} data.train_files and data.val_files name a run's.") from error
+        hub = f" For a data set of the hub, write datasets:{source}." if HUB_NAME.fullmatch(str(source)) else ""
+        raise FileNotFoundError(f"data file {error} data.train_files and data.val_files name a run's.{hub}") from error
     return (found for file in files for found in read_file(file))
 
 

@@ -169,7 +169,7 @@ BEFORE_ANYTHING_STARTS = [
         "data.sampler.class_name=Mine .*must be a subclass of data.sampler.AbstractSampler",
         mine_py="class Mine: pass",
     ),
-    Case("rows without a ground truth", "", "score.py.* needs ground_truth, and none of 8 rows", "ground_truth=None",
+    Case("rows without a ground truth", "", "score.py.* needs ground_truth, and none of 8", "data.ground_truth_key",
          rows_jsonl='{"prompt": "1+1?", "answer": 2}\n' * 8),
     Case("a label that is no dictionary", "", "rows.jsonl, row 0: reward_model is '4'", "into a column ground_truth",
          rows_jsonl='{"prompt": "2+2?", "reward_model": "4"}\n' * 8),

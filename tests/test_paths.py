@@ -1,5 +1,6 @@
 """Where paths lead: shipped defaults from every working directory, users' own from theirs, scripts as files."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.import_utils import load_module
-from configs.paths import ROOT, find_path, home_spelt_out
+from configs.paths import ROOT, find_path, home_spelt_out, source_files
 from data.pretrained import check_model_path
 from tests.runs import compose, short_run
 from training.preparation import prepare
@@ -74,3 +75,27 @@ def test_scripts_run_as_files_from_anywhere_as_they_do_as_modules(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: ") == len(scripts)
+
+
+@pytest.mark.parametrize(
+    ("files", "glob_of_one"),
+    [
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "**/*train*"),
+        (["sums_train.csv", "sums_dev.csv"], "**/*train*"),
+        (["validation/0.parquet", "eval/0.parquet"], "**/validation/**/*"),
+    ],
+)
+def test_a_folder_of_several_splits_is_refused_with_the_glob_of_one(tmp_path, files, glob_of_one):
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    with pytest.raises(ValueError, match=re.escape(f"name the files of one, as '{tmp_path}/{glob_of_one}'")):
+        source_files(tmp_path)
+    assert source_files(tmp_path / glob_of_one) == [tmp_path / files[0]]
+
+
+def test_files_whose_names_only_contain_a_splits_name_are_one_set(tmp_path):
+    for file in ("contest.jsonl", "trainer.jsonl", "train/a.jsonl"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    assert len(source_files(tmp_path)) == 3

@@ -320,6 +320,10 @@ def test_labels_are_found_wherever_a_row_has_them(tmp_path, tokenizer, ending):
     rows = [*dataset(path, tokenizer)]
     assert [row["reward_model"] for row in rows] == [verl, *({"ground_truth": truth} for truth in ("2", None, None))]
     assert all(row["extra_info"] == {"index": 7} and row["index"] == 7 for row in rows)
+    named = dataset(
+        write(tmp_path / "named.jsonl", [{"prompt": "1+1?", "answer": 2}]), tokenizer, ground_truth_key="answer"
+    )
+    assert named[0]["reward_model"] == {"ground_truth": 2} and named[0]["answer"] == 2
 
 
 class Bare(Dataset):

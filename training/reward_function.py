@@ -184,8 +184,8 @@ class FunctionReward:
         labels = [row["reward_model"] for row in rows.values() if isinstance(row.get("reward_model"), dict)]
         if self.form.needs_ground_truth and all(label.get("ground_truth") is None for label in labels):
             raise ConfigError(
-                f"the reward {self.title} needs ground_truth, and none of {len(rows)} rows has one: fill reward_model."
-                "ground_truth or a column ground_truth, or give the argument a default: ground_truth=None."
+                f"the reward {self.title} needs ground_truth, and none of {len(rows)} rows has one: name its column by "
+                f"data.ground_truth_key, or any column as an argument: {', '.join(sorted(columns))}."
             )
 
     def _begin(self, data: DataProto) -> Callable[[], Any]:

@@ -1,6 +1,7 @@
 """Reads rows of two optional packages, which are imported when an entry of data.train_files names them.
 
-- `datasets:NAME?split=train&name=CONFIGURATION`, of the Hugging Face hub, or a folder that `save_to_disk` wrote,
+- `datasets:NAME?split=train&name=CONFIGURATION`, of the Hugging Face hub, or a folder that `save_to_disk` wrote; and
+  files that end in .jsonl.gz, .json.gz, .csv.gz, .tsv or .arrow,
 - `reasoning_gym:TASK?size=500&seed=0&…`, tasks made as they are asked for, each with a scorer of its own.
 """
 
@@ -13,11 +14,12 @@ import yaml
 from configs.paths import find_path
 from data.rows import SAVED_TO_DISK, Found, Origin
 
+KINDS = {".jsonl.gz": "json", ".json.gz": "json", ".csv.gz": "csv", ".tsv": "csv", ".arrow": "arrow"}  # by the ending
 ANSWER_FORMAT = "Give the final answer between <answer> and </answer>."
 
 
 def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:
-    """The rows of a data set of the Hugging Face hub, or of a folder; of its split `split` (train)."""
+    """Reads the rows of a data set of the Hugging Face hub, of a folder or a file; of its split `split` (train)."""
     datasets = optional_package("datasets", source)
     settings = {"split": "train"} | settings
     folder = find_path(name)
@@ -25,6 +27,10 @@ def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[
         if any((folder / file).is_file() for file in SAVED_TO_DISK):
             found = datasets.load_from_disk(str(folder))
             found = found[settings["split"]] if isinstance(found, datasets.DatasetDict) else found
+        elif folder.is_file():
+            kind = next(kind for ending, kind in KINDS.items() if folder.name.endswith(ending))
+            separated = {"sep": "\t"} if folder.suffix == ".tsv" else {}
+            found = datasets.load_dataset(kind, data_files=str(folder), **separated, **settings)
         else:
             found = datasets.load_dataset(name, **settings)
     except (OSError, ValueError, KeyError, TypeError) as error:
