@@ -10,19 +10,8 @@ from configs.import_utils import accepts
 from configs.schema import AlgorithmConfig, OverlongBufferConfig, RewardKwargsConfig
 from data.protocol import DataProto
 from tests.runs import compose
-from training.advantage import (
-    Estimator,
-    estimator_needs,
-    kl_in_reward,
-    overlong_in_reward,
-    token_level_rewards,
-)
-from training.core_algos import (
-    ADV_ESTIMATOR_REGISTRY,
-    AdaptiveKLController,
-    FixedKLController,
-    register_adv_est,
-)
+from training.advantage import Estimator, estimator_needs, kl_in_reward, overlong_in_reward, token_level_rewards
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, FixedKLController, register_adv_est
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]])  # an observation in row 0; row 2 failed
 SCORES = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])

@@ -153,10 +153,7 @@ def test_further_prompts_are_asked_until_enough_groups_differ():
     timing: dict[str, float] = {}
     batch, metrics = parts.collect(timing)
     assert places(batch) == [1, 1, 4, 4] and texts(batch) == ["1", "0", "1", "0"]
-    assert metrics == ALL_SCORED | {
-        "train/num_gen_batches": 3,
-        "group/kept_frac": 0.5,
-    }  # of 6, 2 needed
+    assert metrics == ALL_SCORED | {"train/num_gen_batches": 3, "group/kept_frac": 0.5}  # of 6, 2 needed
     parts.global_step = 2
     batch, metrics = parts.collect(timing)  # from where the first step stopped: 6, 7, and round again
     assert places(batch) == [7, 7, 1, 1]

@@ -19,13 +19,7 @@ import main
 from configs import extras
 from configs.checks import batch_arithmetic, check_config
 from configs.errors import ConfigError
-from configs.loader import (
-    CONFIG_DIR,
-    Arguments,
-    check_is_whole,
-    load_config,
-    parse_arguments,
-)
+from configs.loader import CONFIG_DIR, Arguments, check_is_whole, load_config, parse_arguments
 from configs.schema import Config
 from configs.settings import Frozen
 from tests.pages import shipped_modules
@@ -394,10 +388,7 @@ REFUSED_ALGORITHMS = [
         (["critic.use_dynamic_bsz=false", "critic.enable=true"], "critic.use_dynamic_bsz=false needs critic.ppo_micro"),
         (["actor_rollout_ref.rollout.prompt_length=9"], "prompt_length=9 is below data.max_prompt_length=24"),
         (["actor_rollout_ref.rollout.response_length=9"], "response_length=9 is above data.max_response_length=1"),
-        (
-            ["trainer.nnodes=2", "trainer.executor=local"],
-            "ask for 2 workers, and .*=local has one: leave it null",
-        ),
+        (["trainer.nnodes=2", "trainer.executor=local"], "ask for 2 workers, and .*=local has one: leave it null"),
         (["trainer.n_gpus_per_node=8", "trainer.executor=local"], "n_gpus_per_node=8.* ask for 8 workers"),
         (["trainer.n_workers_per_node=2", "trainer.executor=local"], "ask for 2 workers"),
         (["actor_rollout_ref.rollout.name=trtllm"], "name=trtllm is none of hf, vllm, .*, nor a file"),

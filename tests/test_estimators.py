@@ -20,12 +20,7 @@ from configs.schema import AlgorithmConfig
 from data.protocol import DataProto
 from tests.batches import close
 from training.advantage import Estimator
-from training.core_algos import (
-    ADV_ESTIMATOR_REGISTRY,
-    NEEDS_GROUPS,
-    AdvantageEstimator,
-    Groups,
-)
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, AdvantageEstimator, Groups
 
 NAN = math.nan
 SEEDS = range(20)

@@ -99,11 +99,7 @@ def test_the_extra_of_the_page_is_two_files_and_three_lines_and_can_be_deleted(t
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text(text)
     for file, before, line in (
-        (
-            "configs/extras.py",
-            '    "stage": {\n',
-            '        "algorithm.token_price": "extras.brevity.stage:Brevity",\n',
-        ),
+        ("configs/extras.py", '    "stage": {\n', '        "algorithm.token_price": "extras.brevity.stage:Brevity",\n'),
         ("configs/extras.py", "SETTINGS: dict[str, tuple[str, ...]] = {", '"brevity": ("algorithm.token_price",), '),
         ("configs/schema.py", "class AlgorithmConfig(", 'section("brevity"), '),
     ):

@@ -130,10 +130,7 @@ FAMILIES = {
     ),
     "GPT-2": Family("gpt2"),
     "GPT-Neo": Family(
-        "gpt_neo",
-        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
-        EAGER,
-        OWN,
+        "gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW}, EAGER, OWN
     ),
     "GPT-NeoX": Family("gpt_neox"),
     "GPT-J": Family("gptj", {"rotary_dim": 4}, EAGER, OWN),

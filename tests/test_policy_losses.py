@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 
 from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, PolicyLossConfig
 from tests.batches import CUTS, aggregate, close, ragged_batch, relative_distance, update_of
-from training.core_algos import (
-    POLICY_LOSS_REGISTRY,
-    compute_policy_loss_reinforce,
-    get_policy_loss_fn,
-)
+from training.core_algos import POLICY_LOSS_REGISTRY, compute_policy_loss_reinforce, get_policy_loss_fn
 from training.losses import ReadableNamespace, call_policy_loss, is_number
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine

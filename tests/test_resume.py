@@ -16,16 +16,7 @@ from configs.errors import ConfigError
 from data.files import read_metrics
 from data.seeding import forked_rng, rng_state, set_rng_state
 from data.types import SamplingParams
-from tests.runs import (
-    Stopped,
-    compose,
-    files_of_at_most,
-    learning_metrics,
-    run_main,
-    short_run,
-    signalled,
-    state_files,
-)
+from tests.runs import Stopped, compose, files_of_at_most, learning_metrics, run_main, short_run, signalled, state_files
 from training.ray_trainer import RayPPOTrainer
 from training.tracking import Observers
 from workers.engine import TrainEngine

@@ -16,23 +16,11 @@ import torch
 
 from configs.errors import ConfigError
 from configs.extras import has
-from configs.schema import (
-    RewardConfig,
-    RewardFunctionConfig,
-    ScoringConfig,
-    WeightedFunctionConfig,
-)
+from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig, WeightedFunctionConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
 from data.types import NotScored
-from training.reward import (
-    add_scores,
-    compute_reward,
-    concat_scored,
-    load_reward_manager,
-    reward_metrics,
-    reward_view,
-)
+from training.reward import add_scores, compute_reward, concat_scored, load_reward_manager, reward_metrics, reward_view
 from training.reward_function import FunctionReward
 
 TOKENIZER = build_tokenizer()

@@ -79,11 +79,7 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 OFF = "kernels off"
-FORWARDS = {
-    OFF: ModelConfig(kernels="off"),
-    "padded": ModelConfig(use_remove_padding=False),
-    "packed": ModelConfig(),
-}
+FORWARDS = {OFF: ModelConfig(kernels="off"), "padded": ModelConfig(use_remove_padding=False), "packed": ModelConfig()}
 
 
 def random_model(family: str, forward: str, layers: int = 2) -> PreTrainedModel:

@@ -91,17 +91,18 @@ MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 
 @pytest.mark.parametrize("more", [[], [MINI]])
 def test_every_step_of_a_run_measures_it_and_the_models_own_rollouts_have_none(tmp_path, tiny_model, more, caplog):
-    run = short_run(tiny_model, tmp_path, "data.max_response_length=4", "env.val_episodes=0", *more)
-    main.run(compose(*run, "actor_rollout_ref.rollout.temperature=0.7"))
+    short = ["data.max_response_length=4", "env.val_episodes=0", "trainer.total_training_steps=2"]
+    main.run(compose(*short_run(tiny_model, tmp_path, *short, "actor_rollout_ref.rollout.temperature=0.7", *more)))
     steps = [metrics for step, metrics in learning_metrics(tmp_path).items() if step]
-    assert len(steps) == 4
+    assert len(steps) == 2
     for metrics in steps:
         assert metrics[MEAN] < 1e-5 and metrics[K3_KL] < 1e-8 and 1 <= metrics[MAX_RATIO] < 1 + 1e-4
     assert "max_rollout_mismatch" not in caplog.text
 
 
 def test_a_filter_that_only_the_engine_applies_is_said(tmp_path, tiny_model, caplog):
-    run = short_run(tiny_model, tmp_path, "data.max_response_length=4", "env.val_episodes=0")
+    one_step = "trainer.total_training_steps=1"
+    run = short_run(tiny_model, tmp_path, "data.max_response_length=4", "env.val_episodes=0", one_step)
     main.run(compose(*run, "actor_rollout_ref.rollout.top_k=2"))
     [said] = [record.getMessage() for record in caplog.records if "max_rollout_mismatch" in record.getMessage()]
     assert "top_p or top_k" in said

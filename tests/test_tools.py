@@ -105,11 +105,7 @@ def test_sphinx_arguments_and_another_name():
     tool = mine.function_tool
     assert tool.name == "other"
     described = tool.tool_schema["function"]["parameters"]["properties"]
-    assert described["a"] == {
-        "type": "object",
-        "additionalProperties": {"type": "number"},
-        "description": "the one",
-    }
+    assert described["a"] == {"type": "object", "additionalProperties": {"type": "number"}, "description": "the one"}
     assert described["b"]["description"] == "the other"
 
 
@@ -494,12 +490,7 @@ async def gives_up() -> str:
 
 @pytest.mark.parametrize(
     ("tool", "says"),
-    [
-        (exits, "SystemExit: 3"),
-        (cancels, "CancelledError: mine"),
-        (gives_up, "TimedOut: at last"),
-        (broken, "no 1"),
-    ],
+    [(exits, "SystemExit: 3"), (cancels, "CancelledError: mine"), (gives_up, "TimedOut: at last"), (broken, "no 1")],
 )
 def test_whatever_a_tool_raises_is_an_answer_and_others_go_on(tool, says):
     box = toolbox(FunctionTool(tool), FunctionTool(slow), max_parallel_calls=2)

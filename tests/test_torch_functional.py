@@ -130,7 +130,3 @@ QUARTER = 0.4 * math.cos(math.pi / 4)
 )
 def test_schedules_warm_up_from_zero_and_end_at_their_minimum(settings, multipliers):
     close([scheduled_multiplier(step, **settings) for step in range(len(multipliers))], multipliers)
-
-
-def test_a_warmup_longer_than_the_run_ends_at_the_minimum():
-    assert scheduled_multiplier(7, "wsd", 5, 3) == 0

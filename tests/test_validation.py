@@ -86,11 +86,7 @@ def on_episodes(
     manager_class: type = CustomRewardManager,
     **env_kwargs: Any,
 ) -> RayPPOTrainer:
-    config = compose(
-        "env.val_episodes=6",
-        "env.val_seed=1000",
-        *overrides,
-    )
+    config = compose("env.val_episodes=6", "env.val_seed=1000", *overrides)
     environment = make_env("FrozenLake-v1", max_turns=12, **MAPS, **env_kwargs)
     dataset = dataset_class(environment, TOKENIZER, config.data, size=4)
     manager = manager_class(environment)

@@ -122,12 +122,6 @@ def test_the_command_goes_from_responses_to_figures(tmp_path, capsys):
     assert "sums" in shown and "products" in shown and "0.375" in shown
 
 
-def test_a_reward_of_plain_numbers_has_no_majority(tmp_path):
-    found = run(tmp_path, "reward.custom_reward_function.name=plain", "data.pass_score=0.5")
-    assert found["sums"]["pass@4"] == 1 and found["sums"]["mean@4"] == pytest.approx(0.1875)
-    assert not any(name.startswith("maj") for name in found["sums"])
-
-
 def test_columns_of_other_names_and_a_single_response(tmp_path):
     rows = [{"question": "1+2=", "answers": "3", "from": "mine", "labels": {"ground_truth": "3"}}]
     keys = ["prompt_key=question", "response_key=answers", "data_source_key=from", "reward_model_key=labels"]

@@ -50,10 +50,7 @@ def test_verls_user_asks_until_the_answer_is_right(write):
     episode = make(row(name="gsm8k", query="…", ground_truth="18"))
     wrong, right = talk(episode, "#### 17", "#### 18")
     assert wrong.messages == [
-        {
-            "role": "user",
-            "content": "Your response is incorrect! You need to reflect on your answer and try again.",
-        }
+        {"role": "user", "content": "Your response is incorrect! You need to reflect on your answer and try again."}
     ]
     assert (wrong.reward, wrong.end_reason) == (0.0, None)
     assert (right.reward, right.end_reason) == (1.0, "terminated")
@@ -147,8 +144,7 @@ def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [({}, "row 1: 'name' key is required"), ({"name": "who"}, "row 1: .*'who'.* has user")],
+    ("kwargs", "words"), [({}, "row 1: 'name' key is required"), ({"name": "who"}, "row 1: .*'who'.* has user")]
 )
 def test_rows_are_checked_before_anything_expensive(write, tmp_path, kwargs, words):
     rows = [{"prompt": "a", "extra_info": {"interaction_kwargs": one}} for one in ({"name": "user"}, kwargs)]

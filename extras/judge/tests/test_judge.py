@@ -60,12 +60,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("said", "grade"),
-    [
-        ("Score: 7", 7.0),
-        ("Score: 2? No.\n**Score: 9.5**", 9.5),
-        ("Score: **3**", 3.0),
-        ("Score: 10 of 10", 10.0),
-    ],
+    [("Score: 7", 7.0), ("Score: 2? No.\n**Score: 9.5**", 9.5), ("Score: **3**", 3.0), ("Score: 10 of 10", 10.0)],
 )
 def test_the_last_grade_counts(said, grade):
     assert read_grade(said, GRADE, 0, 10) == grade

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from extras.kernels import packed_attention
 from tests import test_scoring_model as core

@@ -158,11 +158,7 @@ def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browse
     assert parts[0][2] == "".join(row["token_texts"][:2]) + "+0.5" and parts[2][2].endswith("-1")
     tokens = browser.all(".token")
     assert [tokens.index(token) for token in browser.all(".token.answer")] == [13, 14]  # of 16
-    for place, said in (
-        (0, "no: left out of the loss"),
-        (2, "no: the environment's"),
-        (13, "as the reward read it"),
-    ):
+    for place, said in ((0, "no: left out of the loss"), (2, "no: the environment's"), (13, "as the reward read it")):
         browser.point(tokens[place])
         assert said in browser.texts("#tip dd")
     assert {"376215466", "3000000000000000001"} <= {*browser.texts(".view dd")}  # as they are, to be copied

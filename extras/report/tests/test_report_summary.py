@@ -109,11 +109,7 @@ THRESHOLDS = [
         "other takes 21% of the time",
     ),
     ({"train/grad_norm": [1.0] * 9 + [30.0]}, {"train/grad_norm": [1.0] * 9 + [31.0]}, "31 in step 10"),
-    (
-        {ACC: [0.2, 1.0, 0.9]},
-        {ACC: [0.2, 1.0, 0.89]},
-        "Validation on sums: success was 1 at step 2 and is 0.89",
-    ),
+    ({ACC: [0.2, 1.0, 0.9]}, {ACC: [0.2, 1.0, 0.89]}, "Validation on sums: success was 1 at step 2 and is 0.89"),
     ({"val/loss": [20.0, 10.0, 11.0]}, {"val/loss": [20.0, 10.0, 11.1]}, "Validation: loss was 10 at step 2"),
     ({"group/zero_std_frac": [0.8] * 10}, {"group/zero_std_frac": [0.81] * 10}, "score alike in 81% of the groups"),
     (
@@ -157,8 +153,3 @@ def test_a_checkpoint_of_the_best_validation_is_named(tmp_path):
     (tmp_path / "global_step_2").mkdir()
     [finding] = findings(record({ACC: [0.2, 1.0, 0.5]}, tmp_path))
     assert f"{tmp_path}/global_step_2 has its model" in finding.remedy
-
-
-def test_warnings_come_first():
-    run = record({"actor/ppo_kl": [1.0], "actor/kl_loss": [2.0]}, state="killed")
-    assert [finding.level for finding in findings(run)] == ["warning", "warning", "note"]

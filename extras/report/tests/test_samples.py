@@ -18,14 +18,7 @@ from data.protocol import DataProto
 from extras.evaluation import main_eval
 from extras.report.observer import SampleFiles, pick_groups, pick_prompts
 from extras.report.tests.records import assert_records_are_the_batch
-from extras.report.transcripts import (
-    BROKEN,
-    OURS,
-    TokenTexts,
-    read_episodes,
-    sample_rows,
-    span_of_versions,
-)
+from extras.report.transcripts import BROKEN, OURS, TokenTexts, read_episodes, sample_rows, span_of_versions
 from extras.try_reward.__main__ import load_reward, read_views, score_rows
 from tests.batches import Turn, episode_batch, padded, random_groups
 from tests.runs import compose, files_of_at_most

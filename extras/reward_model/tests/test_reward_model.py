@@ -26,12 +26,7 @@ from training.reward import add_scores
 
 TOKENIZER = build_tokenizer()
 CPU = torch.device("cpu")
-CUTS = [
-    {"micro_batch_size_per_gpu": 1},
-    {"micro_batch_size_per_gpu": 4},
-    {"forward_max_token_len_per_gpu": 30},
-    {},
-]
+CUTS = [{"micro_batch_size_per_gpu": 1}, {"micro_batch_size_per_gpu": 4}, {"forward_max_token_len_per_gpu": 30}, {}]
 OTHER_TEMPLATE = "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + ' ' }}{% endfor %}."
 
 

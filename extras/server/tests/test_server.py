@@ -521,10 +521,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
         (["server.host=0.0.0.0"], "server.host=0.0.0.0 lets other machines in: set server.api_key"),
         (["server.port=70000"], "server.port=70000 must be at most 65535"),
         (["server.host=192.0.2.1", "server.api_key=x"], "cannot be listened at"),
-        (
-            ["server.takes_weights=true"],
-            "server.takes_weights=true with rollout.name=hf, server.host=127.0.0.1",
-        ),
+        (["server.takes_weights=true"], "server.takes_weights=true with rollout.name=hf, server.host=127.0.0.1"),
         (["model.path=/nowhere/at/all"], "model.path="),
         (["rollout.temperature=0.5"], "rollout.temperature is set"),
         (["server.apikey=x"], "Did you mean 'server.api_key'?"),

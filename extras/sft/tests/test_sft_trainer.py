@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.loader import Arguments, load_config, yaml_folder
 from custom.tiny_model import build_tokenizer, save_tiny_model
-from data.files import read_metrics, sole_run
+from data.files import read_metrics
 from data.types import Sample
 from extras.sft.__main__ import main
 from extras.sft.dataset import SFTDataset
@@ -125,12 +124,7 @@ def test_it_memorises_64_conversations_and_the_result_says_them(tmp_path):
     save_tiny_model(tmp_path / "model", seed=0, hidden_size=64, layers=1)
     pairs = [(one, other) for one in "abcdefgh" for other in "ijklmnop"]
     rows = [talk(one + other, other + one, "again", one * 2) for one, other in pairs]
-    overrides = [
-        "optim.lr=3e-2",
-        "trainer.total_training_steps=40",
-        "data.train_batch_size=64",
-        "trainer.test_freq=20",
-    ]
+    overrides = ["optim.lr=3e-2", "trainer.total_training_steps=40", "data.train_batch_size=64", "trainer.test_freq=20"]
     val = f"data.val_files={write(tmp_path, rows, 'val.jsonl')}"
     folder = run(compose(tmp_path, tmp_path / "model", rows, *overrides, val, "optim.lr_scheduler_type=cosine"))
     metrics = learning_metrics(tmp_path / "run")
@@ -280,24 +274,6 @@ def test_a_bad_row_is_named_by_file_and_number(tmp_path, row, settings, message)
         encoded(tmp_path, [{"prompt": "a", "response": "b"}, row], **settings)
 
 
-def test_what_became_of_the_rows_is_said(tmp_path, capsys):
-    """How many are used, how long they are, what is learnt of them, and which are cut or, if few enough, left out."""
-    good = [{"prompt": "abcd", "response": "x" * (place + 1)} for place in range(8)]  # 6 to 13 tokens
-    file = write(tmp_path, [*good, {"prompt": "a"}, {"prompt": "", "response": 3}])
-    with file.open("a") as lines:
-        lines.write("no JSON\n")
-    samples = SFTDataset(
-        file, TOKENIZER, SFTDataConfig(max_bad_fraction=0.3, max_length=12, truncation="right"), END
-    ).samples
-    assert len(samples) == 8
-    first, said, left_out = capsys.readouterr().out.splitlines()
-    about = "  6 to 12 tokens each; 43 of 75 tokens are learnt; 1 row cut to data.max_length=12"
-    assert (first, said) == (f"{file}: 8 of 11 rows", about)
-    assert left_out.startswith(f"  left out, unusable: 3 ({file}:11: ") and f"{file}:9: {file}, row 8: the " in left_out
-    with pytest.raises(ValueError, match=r"more than data\.max_bad_fraction=0\.2 of 11 rows"):
-        SFTDataset(file, TOKENIZER, SFTDataConfig(max_bad_fraction=0.2), END)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -319,22 +295,6 @@ def test_the_command_refuses_in_one_line_what_cannot_work(tmp_path, capsys, argu
         main([*given, f"trainer.default_local_dir={tmp_path}/run"])
     stderr = capsys.readouterr().err
     assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr
-
-
-def test_supervised_training_has_its_folder_to_itself_and_says_where_its_model_is(tiny_model, tmp_path, capsys):
-    files = compose(tmp_path, tiny_model, ROWS).data.train_files
-    command = [f"data.train_files={files}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run"]
-    command += ["data.train_batch_size=4", "trainer.total_training_steps=2", "trainer.logger=[]"]
-    with sole_run(tmp_path / "run"), pytest.raises(SystemExit) as stop:
-        main(command)
-    assert stop.value.code == 2 and "belongs to another run" in capsys.readouterr().err
-    main(command)
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("config.yaml, and after the last step global_step_2/huggingface.") for line in lines) == 1
-    folder = tmp_path / "run/global_step_2/huggingface"
-    assert f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}." in lines
-    AutoModelForCausalLM.from_pretrained(folder)
-    assert OmegaConf.load(tmp_path / "run/config.yaml").trainer.total_training_steps == 2
 
 
 @pytest.mark.slow

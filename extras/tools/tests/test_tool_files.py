@@ -87,10 +87,7 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
             "config.type is 'soap'; it must be native",
         ),
         ("tools: [{config: {type: mcp}}]", r"tools\[0\].mcp is {}; it must have mcp_servers_config_path"),
-        (
-            "tools: [{class_name: data.tools.BaseTool, tool_schema: {type: function}}]",
-            "not in OpenAI's format",
-        ),
+        ("tools: [{class_name: data.tools.BaseTool, tool_schema: {type: function}}]", "not in OpenAI's format"),
         ("tools: [{class_name: data.tools.BaseTool, name: f, parameters: {type: list}}]", "must have type: object"),
         (
             "tools: [{class_name: data.tools.BaseTool, name: f, parameters: {type: object, required: [x]}}]",
@@ -101,10 +98,7 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
             "properties.x is text; it must be a mapping",
         ),
         ("tools: [{class_name: extras.tools.search.Search}]", "config.corpus is not set"),
-        (
-            f"tools: [{CALCULATOR}, {CALCULATOR}]",
-            "two tools are called 'calculator': rename one",
-        ),
+        (f"tools: [{CALCULATOR}, {CALCULATOR}]", "two tools are called 'calculator': rename one"),
     ],
 )
 def test_a_yaml_that_cannot_be_used_says_where_and_why(write, text, words):

@@ -65,10 +65,7 @@ HOLES: dict[str, tuple[Callable, set[str]]] = {  # what is planted, and which ki
         lambda solution_str, ground_truth: float(ground_truth in re.findall(r"-?\d+", solution_str)[:5]),
         {OR_7, '"7 or ANSWER"'},
     ),
-    "last word": (
-        lambda solution_str, ground_truth: float(solution_str.split()[-1] == ground_truth),
-        {"empty text"},
-    ),
+    "last word": (lambda solution_str, ground_truth: float(solution_str.split()[-1] == ground_truth), {"empty text"}),
 }
 
 
