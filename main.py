@@ -6,7 +6,7 @@ from configs.schema import Config
 
 main = command("ppo_trainer", Config, check_config, __doc__, "main.start")
 if __name__ == "__main__":
-    raise SystemExit(main())  # before the imports below, which take seconds
+    raise SystemExit(main())  # the imports below take seconds
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -122,7 +122,7 @@ def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def has_environment() -> bool:
-    """Whether TRL's is there, with its requirements as they are now."""
+    """Says whether TRL's is there, with its requirements as they are now."""
     return READY.is_file() and READY.read_text() == REQUIREMENTS.read_text()
 
 

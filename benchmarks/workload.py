@@ -85,7 +85,7 @@ class Workload:
         return self.replay or step == 0
 
     def is_watched(self, step: int) -> bool:
-        """Whether the waits for a GPU are counted, which takes time: in the first step that samples."""
+        """Says whether the waits for a GPU are counted, which takes time: in the first step that samples."""
         return step == 1
 
     def random_ids(self, rng: random.Random, count: int) -> list[int]:

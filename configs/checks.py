@@ -22,7 +22,7 @@ def check_config(config: Config) -> None:
         raise ConfigError("there is nothing to train on: set data.train_files (docs/data.md) or env.id.")
     if env.id is not None and files:
         raise ConfigError(f"env.id={env.id} and data.train_files={files} are both set: prompts come from one of them.")
-    for key in ("train_files", "val_files") if users.path is None else ():  # a class of the user's may fetch them
+    for key in ("train_files", "val_files") if users.path is None else ():  # a user's class may fetch them
         check_sources(f"data.{key}", getattr(config.data, key))
     check_batches(config)
     check_engine(config.actor_rollout_ref.rollout.name)
@@ -34,7 +34,7 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.test_freq, val_only: nothing to validate on: set data.val_files, env.val_episodes or env.val_size."
         )
-    if not trainer.val_only:  # which only reads there
+    if not trainer.val_only:  # it only reads that folder
         check_output_folder(trainer.default_local_dir)
 
 
@@ -73,7 +73,7 @@ def check_batches(config: Config) -> None:
 def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> None:
     """Raises ConfigError unless the longest sequence fits into one pass, wherever passes are cut by tokens."""
     policy, critic, name = config.actor_rollout_ref, config.critic, "log_prob_max_token_len_per_gpu"
-    if with_critic:  # a critic that nobody builds is set in many of verl's scripts
+    if with_critic:  # many of verl's scripts set a critic that is not built
         check_cut(critic, "critic")
     by_tokens = [(ACTOR, "ppo_max_token_len_per_gpu", policy.actor)] * cuts_by_tokens(policy.actor)
     by_tokens += [("critic", "ppo_max_token_len_per_gpu", critic)] * (with_critic and cuts_by_tokens(critic))
@@ -113,7 +113,8 @@ def has_validation(config: Config) -> bool:
 def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:
     """Raises ConfigError if `path` cannot be written to; makes no folder, for a run may yet be refused."""
     try:
-        nearest = next(at for at in (Path(path), *Path(path).absolute().parents) if at.exists() or at.is_symlink())
+        folders = Path(path), *Path(path).absolute().parents
+        nearest = next(folder for folder in folders if folder.exists() or folder.is_symlink())
         with tempfile.TemporaryFile(dir=nearest) as probe:
             probe.write(b"a full disk takes a file, but nothing into it")
     except OSError as error:
@@ -173,12 +174,12 @@ def batch_arithmetic(config: Config) -> str:
     mini = actor.ppo_mini_batch_size or prompts
     updates = -(-prompts // mini)
     epochs = f", {actor.ppo_epochs} times" if actor.ppo_epochs > 1 else ""
-    each = f"{plural(updates, 'update')} of {'up to ' * (prompts % mini > 0)}{mini * samples} sequences"
+    updates_text = f"{plural(updates, 'update')} of {'up to ' * (prompts % mini > 0)}{mini * samples} sequences"
     by_tokens = cuts_by_tokens(actor)
     size = actor.ppo_max_token_len_per_gpu if by_tokens else actor.ppo_micro_batch_size_per_gpu
     return (
         f"{plural(prompts, 'prompt')} × {plural(samples, 'sample')} = {prompts * samples} sequences a step → "
-        f"{each}{epochs} → forward passes of at most {size} {'tokens' if by_tokens else 'sequences'}."
+        f"{updates_text}{epochs} → forward passes of at most {size} {'tokens' if by_tokens else 'sequences'}."
     )
 
 

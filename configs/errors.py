@@ -20,13 +20,13 @@ from configs.process import shows_tracebacks
 
 FOLDERS = ("configs", "data", "training", "workers", "extras", "scripts", "custom/gym", "main.py")
 FRAMEWORK = [ROOT / part for part in FOLDERS]
-ENTRANCES = [(str(ROOT / "custom/env_wrapper.py"), name) for name in ("make_env", "make_text_env")]  # to custom/gym
+ENTRANCES = [(str(ROOT / "custom/env_wrapper.py"), name) for name in ("make_env", "make_text_env")]  # into custom/gym
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 NOTICE = (logging.INFO + logging.WARNING) // 2  # the level of notices
 logger = logging.getLogger(__name__)
 notices = logging.getLogger("notice")
 noticed: set[Hashable] = set()
-latest: deque[logging.LogRecord] = deque(maxlen=100)  # notices, for whoever keeps them once there is a run
+latest: deque[logging.LogRecord] = deque(maxlen=100)  # notices, for observers that keep them once there is a run
 ELSEWHERE = {  # name in other frameworks → ours
     "batch_size": "train_batch_size", "beta": "kl_loss_coef", "epochs": "total_epochs", "epsilon": "clip_ratio",
     "epsilon_high": "clip_ratio_high", "eval_steps": "test_freq", "grad_clip": "clip_grad",
@@ -37,8 +37,6 @@ ELSEWHERE = {  # name in other frameworks → ours
     "seed": "trainer.seed", "steps": "total_training_steps", "total_steps": "total_training_steps",
     "val_freq": "test_freq", **dict.fromkeys(("model", "model_name", "model_name_or_path", "model_path"), "model.path"),
 }  # fmt: skip
-
-
 notices.setLevel(NOTICE)
 notices.propagate = False
 logging.addLevelName(NOTICE, "NOTICE")
@@ -64,13 +62,13 @@ def refusals() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # everything else is raised on
-        place, on_purpose = users_line(error), is_on_purpose(error)
-        if (place is None and not on_purpose) or shows_tracebacks():
+    except Exception as error:  # everything else is raised again
+        location, on_purpose = users_line(error), is_on_purpose(error)
+        if (location is None and not on_purpose) or shows_tracebacks():
             raise
         message = str(error) if on_purpose else f"{type(error).__name__}: {error}"
-        where = f" ({place})" if place and place not in message else ""
-        refuse(f"{message}{where}", error)
+        suffix = f" ({location})" if location and location not in message else ""
+        refuse(f"{message}{suffix}", error)
 
 
 @contextmanager
@@ -95,9 +93,9 @@ def users_line_noted() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        place = users_line(error)
-        if place and place not in str(error):
-            error.add_note(f"raised at {place}")
+        location = users_line(error)
+        if location and location not in str(error):
+            error.add_note(f"raised at {location}")
         raise
 
 
@@ -107,9 +105,9 @@ def warns_of_close(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        place = users_line(error)
+        location = users_line(error)
         logger.warning(
-            "%s could not be closed: %s: %s%s", what, type(error).__name__, error, f" ({place})" if place else ""
+            "%s could not be closed: %s: %s%s", what, type(error).__name__, error, f" ({location})" if location else ""
         )
 
 
@@ -126,14 +124,14 @@ def users_line(error: BaseException) -> str | None:
 
 
 def is_on_purpose(error: BaseException) -> bool:
-    """Whether a `raise` or `assert` of this repository made `error`: a slip such as None.name has neither."""
+    """Says whether a `raise` or `assert` of this repository made `error`: a slip such as None.name has neither."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(frame.filename).is_relative_to(ROOT) and not is_library(frame.filename)
     return ours and (frame.line or "").startswith(("raise", "assert"))
 
 
 def is_users(file: str) -> bool:
-    """Whether `file` belongs neither to a library nor to this repository; custom/, but custom/gym, is the user's."""
+    """Says whether `file` is neither a library's nor this repository's; custom/, but custom/gym, is the user's."""
     path = Path(file)
     framework = any(map(path.is_relative_to, FRAMEWORK))
     return path.is_file() and not framework and not is_library(file)  # compiled libraries name files that are absent
@@ -147,14 +145,14 @@ def is_library(file: str) -> bool:
 def notice(text: str) -> None:
     """Prints one line on stderr that a user should know, and gives it to the logger "notice"."""
     print(f"notice: {text}", file=sys.stderr)
-    notices.disabled = False  # as logging.config makes loggers that it is not told of
+    notices.disabled = False  # logging.config disables loggers that it does not know
     latest.append(notices.makeRecord(notices.name, NOTICE, "", 0, text, (), None))
     notices.handle(latest[-1])
 
 
-def notice_once(text: str, about: Hashable = None) -> None:
-    """Prints a notice, unless this process has printed one with the same `about` (None: the same text)."""
-    if (key := about or text) not in noticed:
+def notice_once(text: str, topic: Hashable = None) -> None:
+    """Prints a notice, unless this process has printed one with the same `topic` (None: the same text)."""
+    if (key := topic or text) not in noticed:
         noticed.add(key)
         notice(text)
 

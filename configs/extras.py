@@ -41,7 +41,7 @@ TABLE: dict[str, dict[str, str]] = {
         "spaces": "extras.gym.space_text:SpaceText",
         "processes": "extras.gym.process_env:ProcessEnv",
     },
-    "keys": {  # in the order in which they translate
+    "keys": {  # they translate in this order
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",
     },
@@ -53,7 +53,7 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "extras.rules.reward:load",
     },
     "role": {"rm": "extras.reward_model.role:ROLE"},
-    "caller": {"scorers": "extras.scorers.pool:Scorers"},  # who calls a reward function, other than this process
+    "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {
         "tools": "extras.tools.files:tools_of_yaml",
         "interactions": "extras.interactions.base:Users",
@@ -85,7 +85,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("interactions", "tools"),
     ("dry_run", "watch"),  # both say why a step teaches nothing
 )
-SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them
+SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settings begin, behind any section
     "dry_run": ("trainer.dry_run",),
     "datagen": ("data.datagen",),
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
@@ -109,9 +109,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
     "pf_ppo": ("algorithm.use_pf_ppo", "algorithm.pf_ppo"),
     "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
 }
-
-
-MOVED = {  # by its old name, the new one of a module that users run or name
+MOVED = {  # old name → new name of a module that users run or name
     "training.report": "python -m extras.report",
     "training.sft_trainer": "python -m extras.sft",
     "training.model_merger": "python -m extras.merge",
@@ -136,7 +134,7 @@ def find(kind: str, name: str, key: str = "") -> Any:
         ConfigError: its extra is not in this copy; names `key`.
     """
     if name not in TABLE[kind]:
-        users = import_module("configs.import_utils")  # which imports this module
+        users = import_module("configs.import_utils")  # it imports this module
         return users.load_extern_object(*users.split_object(name))
     check_present(kind, name, key)
     module, _, attribute = TABLE[kind][name].partition(":")
@@ -172,7 +170,7 @@ def absence(extra: str) -> str:
 def section(extra: str, name: str = "Settings") -> type:
     """Returns the settings that an extra adds to the schema: a class to nest, or to inherit from; without it, none."""
     if not is_here(f"extras.{extra}"):
-        from configs.settings import Frozen  # processes that score do without
+        from configs.settings import Frozen  # processes that score do not need it
 
         return make_dataclass(f"Absent{name}", [], bases=(Frozen,))
     return getattr(import_module(f"extras.{extra}.settings"), name)

@@ -38,7 +38,7 @@ class Neighbours:
         spec = PathFinder.find_spec(name, cls.folders, target) if path is None else None
         if spec is None or spec.origin is None:  # a folder of that name alone is no module
             return None
-        return spec if is_users(spec.origin) else None  # custom/gym is no gym
+        return spec if is_users(spec.origin) else None  # custom/gym must not stand in for gym
 
 
 class Imports:
@@ -62,7 +62,7 @@ def foreign_imports() -> list[type[Imports]]:
 
 
 def load_module(path: str) -> ModuleType:
-    """The module at `path`: a file (as `find_path` finds it, or "file://…"), "pkg://a.b", or "a.b".
+    """Returns the module at `path`: a file (as `find_path` finds it, or "file://…"), "pkg://a.b", or "a.b".
 
     Raises:
         FileNotFoundError: no such file.
@@ -83,8 +83,8 @@ def load_module(path: str) -> ModuleType:
         return _load_file(file.resolve()) if is_file else importlib.import_module(dotted)
     except Exception as error:  # whatever a user's file raises is passed on as the cause
         if not is_file and _is_missing(dotted, error):
-            where = f"it is {MOVED[dotted]} now" if dotted in MOVED else f"neither a file in {Path.cwd()} nor a module"
-            raise ModuleNotFoundError(f"{path}: {where}.") from None
+            state = f"it is {MOVED[dotted]} now" if dotted in MOVED else f"neither a file in {Path.cwd()} nor a module"
+            raise ModuleNotFoundError(f"{path}: {state}.") from None
         raise RuntimeError(f"Error loading module from {path}: {type(error).__name__}: {error}") from error
 
 
@@ -104,12 +104,12 @@ def forget_changed_files() -> None:
 
 
 def load_modules(paths: str | list[str] | None) -> list[ModuleType]:
-    """The modules at one path or several, in order (see `load_module`); None: none."""
+    """Returns the modules at one path or several, in order (see `load_module`); None: none."""
     return [load_module(path) for path in ([paths] if isinstance(paths, str) else paths or [])]
 
 
 def load_extern_object(path: str, name: str | None) -> Any:
-    """The object called `name` in the module at `path` (see `load_module`).
+    """Returns the object called `name` in the module at `path` (see `load_module`).
 
     Raises:
         ValueError: a path without a name.
@@ -118,14 +118,14 @@ def load_extern_object(path: str, name: str | None) -> Any:
     if not name:
         raise ValueError(f"{path} is given without the name of the object in it: set its `name`.")
     module = load_module(path)
-    if name not in vars(module) and type(module) is ModuleType:  # others say themselves what they lack
+    if name not in vars(module) and type(module) is ModuleType:  # other types report themselves what they lack
         public = (key for key, value in vars(module).items() if key[0] != "_" and not isinstance(value, ModuleType))
         raise AttributeError(f"Object not found in module: {path} has no {name!r}; it has {', '.join(sorted(public))}.")
     return getattr(module, name)
 
 
 def load_subclass(path: str, name: str | None, base: type, key: str) -> type:
-    """The class called `name` in the module at `path` (see `load_extern_object`); `key` is the setting that chose it.
+    """Returns the class `name` in the module at `path` (see `load_extern_object`); `key` is the setting that chose it.
 
     Raises:
         TypeError: it is no subclass of `base`.
@@ -143,21 +143,21 @@ def load_subclass(path: str, name: str | None, base: type, key: str) -> type:
     return loaded
 
 
-def load_named(text: Any, where: str) -> Any:
-    """Loads the object that `text` names, as a.b.Name or file.py:Name; raises ValueError, beginning with `where`."""
+def load_named(text: Any, origin: str) -> Any:
+    """Loads the object that `text` names, as a.b.Name or file.py:Name; raises ValueError, beginning with `origin`."""
     path, name = split_object(text) if isinstance(text, str) else ("", None)
     if name is None:
         path, _, name = path.rpartition(".")
     if not path or not name:
-        raise ValueError(f"{where} is {text!r}; it must name an object, as package.module.Name or file.py:Name.")
+        raise ValueError(f"{origin} is {text!r}; it must name an object, as package.module.Name or file.py:Name.")
     try:
         return load_extern_object(path, name)
     except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"{where} is {text!r}: {error}") from error
+        raise ValueError(f"{origin} is {text!r}: {error}") from error
 
 
 def split_object(text: str) -> tuple[str, str | None]:
-    """("file.py", "Name") of "file.py:Name"; without a name, None in its place."""
+    """Returns ("file.py", "Name") of "file.py:Name"; without a name, None in its place."""
     path, _, name = text.rpartition(":")
     return (path, name) if path and name and not name.startswith("//") else (text, None)  # file://… has none
 
@@ -181,11 +181,11 @@ def bind(
             names `key`, the setting that chose it, and what is offered.
     """
     positional = positional or {}
-    given = {name: value for name, value in offered.items() if name not in positional and accepts(function, name)}
-    given |= required or {}
+    by_name = {name: value for name, value in offered.items() if name not in positional and accepts(function, name)}
+    by_name |= required or {}
     signature = inspect.signature(function)
     try:
-        signature.bind(*positional.values(), **given)
+        signature.bind(*positional.values(), **by_name)
     except TypeError as error:
         name, file = _name_and_file(function)
         parts = [
@@ -197,29 +197,29 @@ def bind(
             f"{key}: in {file}, {name}{signature} cannot be called: {error}. It is given "
             f"{' and '.join(filter(None, parts))}."
         ) from error
-    return partial(function, *positional.values(), **given)
+    return partial(function, *positional.values(), **by_name)
 
 
 def accepts(function: Callable, argument: str) -> bool:
-    """Whether `function` can be given `argument` by name."""
+    """Says whether `function` can be given `argument` by name."""
     parameters = inspect.signature(function).parameters
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def required_arguments(function: Callable) -> list[str]:
-    """The arguments without which `function` cannot be called, in its order."""
+    """Returns the arguments without which `function` cannot be called, in its order."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def is_setting(function: Callable, argument: str) -> bool:
-    """Whether an argument of `function` is a number or a switch with a default: no column is meant by its name."""
+    """Says whether an argument of `function` is a number or a switch with a default: no column is meant by its name."""
     parameter = inspect.signature(function).parameters.get(argument)
     return parameter is not None and parameter.default is not parameter.empty and parameter.default is not None
 
 
 def callable_name(function: Callable) -> str:
-    """For messages: the name of a function or of an object's class, and its file (in a notebook: its module)."""
+    """Names a function, or an object's class, and its file (in a notebook: its module), for messages."""
     name, file = _name_and_file(function)
     return f"{name} ({file})"
 
@@ -284,7 +284,7 @@ def imported_names(file: Path) -> set[str]:
 
 
 def _importable_name(file: Path) -> str | None:
-    """The name under which `import` finds this very file, if there is one. Nothing is imported to find out."""
+    """Returns the name under which `import` finds this very file, if there is one, without importing anything."""
     importlib.invalidate_caches()
     for root in (Path(entry).resolve() for entry in sys.path):
         if file.suffix == ".py" and file.is_relative_to(root):
@@ -295,7 +295,7 @@ def _importable_name(file: Path) -> str | None:
 
 
 def _found_by_import(parts: tuple[str, ...]) -> Path | None:
-    """The file that `import a.b` would execute for ("a", "b")."""
+    """Returns the file that `import a.b` would execute for ("a", "b")."""
     folders, spec = None, None  # None: sys.path
     for depth, part in enumerate(parts, start=1):
         loaded = sys.modules.get(".".join(parts[:depth]))
@@ -307,5 +307,5 @@ def _found_by_import(parts: tuple[str, ...]) -> Path | None:
 
 
 def _is_missing(name: str, error: Exception) -> bool:
-    """Whether `error` says that module `name` itself, or a package above it, does not exist."""
+    """Says whether `error` says that module `name` itself, or a package above it, does not exist."""
     return isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")

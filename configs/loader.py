@@ -1,4 +1,4 @@
-"""Makes a checked, typed, read-only config of a yaml file and key=value overrides, and commands of functions of one.
+"""Makes a checked, typed, read-only config of a yaml file and key=value overrides, and commands that take one.
 
 Hydra composes the yaml files and parses the overrides; the result is laid over the schema. A recipe (`recipe=dapo` is
 configs/recipe/dapo.yaml) is laid over the yaml of --config-name; a user's folder may have a folder `recipe`, too.
@@ -48,10 +48,10 @@ from configs.settings import (
 )
 
 CONFIG_DIR = Path(__file__).parent
-NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_files")  # in the name of a run without one
+NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_files")  # they name a run that has no name
 REWARDS = ("custom_reward_function", "functions", "reward_manager", "reward_model.model.path")
 LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", *(f"reward.{name}" for name in REWARDS))
-OPENERS = ("path", "env.id")  # settings that decide which keys others take, and so are set first
+OPENERS = ("path", "env.id")  # settings that decide which keys other sections take, so they are set first
 ONE_RUN = (
     "sweeps are not run here; start one run per value, each with a trainer.experiment_name: for seed in 0 1 2; do …"
 )
@@ -111,10 +111,10 @@ def parse_arguments(
         f"--cfg job prints them all; {schema} explains each.",
         width=80,
     )
-    others = "".join(f"\n{name}\n    {text}" for name, text in commands()) if of_core else ""
+    command_list = "".join(f"\n{name}\n    {text}" for name, text in commands()) if of_core else ""
     parser = argparse.ArgumentParser(
         description=description,
-        epilog=help_text + (others and f"\n\nother commands, each with --help:{others}"),
+        epilog=help_text + (command_list and f"\n\nother commands, each with --help:{command_list}"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="a yaml (%(default)s)")
@@ -130,7 +130,7 @@ def parse_arguments(
         parser.error(f"--multirun: {ONE_RUN}")
     config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else folder
     name = arguments.config_name.removesuffix(".yaml")
-    if not config_dir.is_absolute() or config_dir == folder:  # Hydra: relative to main_ppo.py, so verl's own yaml
+    if not config_dir.is_absolute() or config_dir == folder:  # relative to main_ppo.py: verl's yaml
         exists = (config_dir / f"{name}.yaml").is_file()
         if not exists and any(kind.has_yaml(name, default_config) for kind in kinds_of_keys()):
             notice(f"--config-name {name} is one of verl's: {default_config} is read in its place.")
@@ -163,7 +163,7 @@ def name_of_experiment(composed: DictConfig) -> str:
     """Names a run after its model and its data, with a digest of all that it learns from: no other experiment goes on
     from its weights, and the same command does."""
     selected = {key: OmegaConf.select(composed, key) for key in LEARNT_FROM}
-    values = {key: OmegaConf.to_object(it) if OmegaConf.is_config(it) else it for key, it in selected.items()}
+    values = {key: OmegaConf.to_object(item) if OmegaConf.is_config(item) else item for key, item in selected.items()}
     firsts = [value[0] if isinstance(value, list) else value for value in map(values.get, NAMED) if value]
     words = [re.sub(r"[^\w.-]", "_", Path(first).name) for first in firsts]
     return "_".join([*words, sha256(repr(values).encode()).hexdigest()[:6]]) if words else "default"
@@ -173,19 +173,19 @@ def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
     """Composes all settings: the schema's defaults, over them the yaml file, over that the overrides."""
     overrides = [parse_override(text) for text in arguments.overrides if text.strip()]  # bash gives "" for "$EMPTY"
     chosen, settings = choose_groups(overrides, arguments.config_dir)
-    given = read_yaml(arguments, chosen)
+    config = read_yaml(arguments, chosen)
     translators = [kind(schema) for kind in kinds_of_keys()]
     for keys in translators:
-        keys.translate_yaml(given, settings, str(arguments.config_dir / f"{arguments.config_name}.yaml"))
+        keys.translate_yaml(config, settings, str(arguments.config_dir / f"{arguments.config_name}.yaml"))
     for override in settings:
-        apply_override(given, override, schema, translators)
+        apply_override(config, override, schema, translators)
         for keys in translators:
-            keys.translate_override(given)
+            keys.translate_override(config)
     for keys in translators:
         keys.tell()
     base = copy.deepcopy(defaults(schema))
     plain = [override.key_or_group for override in overrides if not override.is_add() and not override.is_force_add()]
-    for key, value in sorted(leaves(given), key=lambda leaf: not leaf[0].endswith(OPENERS)):
+    for key, value in sorted(leaves(config), key=lambda leaf: not leaf[0].endswith(OPENERS)):
         set_checked(base, key, home_spelt_out(value), plain)
     return base
 
@@ -196,12 +196,12 @@ def check_is_whole(arguments: Arguments, config: Any) -> None:
     kind, slash, option = name.partition("/")
     if slash and options(kind, folder):
         raise ConfigError(f"--config-name {name}: this is a {kind}: --config-name frozenlake {kind}={option}.")
-    heirs = [path.stem for path in sorted(folder.glob("*.yaml")) if f"defaults: [{name}," in path.read_text()]
-    if not heirs or config.env.id or config.data.train_files:
+    names = [path.stem for path in sorted(folder.glob("*.yaml")) if f"defaults: [{name}," in path.read_text()]
+    if not names or config.env.id or config.data.train_files:
         return
     if not any(OmegaConf.select(read_yaml(arguments, {}), key) for key in ("env.id", "data.train_files")):
         raise ConfigError(
-            f"--config-name {name}: it is the base of {', '.join(heirs)}: name one, or set env.id or data.train_files."
+            f"--config-name {name}: it is the base of {', '.join(names)}: name one, or set env.id or data.train_files."
         )
 
 
@@ -223,7 +223,7 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(folder), version_base=None):
             composed = compose(name, search, return_hydra_config=True)  # warns where a defaults list has no _self_
             if chosen:
-                present = composed.hydra.runtime.choices  # in the defaults list: exchanged there, not added to it
+                present = composed.hydra.runtime.choices  # those in the defaults list are replaced there
                 composed = compose(name, [*search, *filter(None, (choice(*item, present) for item in chosen.items()))])
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{folder / name}.yaml cannot be read: {error}") from error
@@ -266,7 +266,7 @@ def read_as_text(parser: OverridesParser, key: str, value: str) -> Override:
 
 def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
     """Lists the yaml files of a group, in the folder of its name in `folder` and in the shipped configs."""
-    return sorted({path.stem for place in (folder, CONFIG_DIR) for path in (place / kind).glob("*.yaml")})
+    return sorted({path.stem for root in (folder, CONFIG_DIR) for path in (root / kind).glob("*.yaml")})
 
 
 def choose_groups(overrides: list[Override], folder: Path) -> tuple[dict[str, Any], list[Override]]:
@@ -278,8 +278,8 @@ def choose_groups(overrides: list[Override], folder: Path) -> tuple[dict[str, An
         option = None if override.is_delete() else override.value()
         if options(group, folder):
             chosen[group if package in (None, group) else f"{group}@{package}"] = option
-        elif why := next(filter(None, (it.idle_choice(group, package, option) for it in kinds_of_keys())), None):
-            notice(f"{override.input_line} has no effect: {why}.")
+        elif reason := next(filter(None, (keys.idle_choice(group, package, option) for keys in kinds_of_keys())), None):
+            notice(f"{override.input_line} has no effect: {reason}.")
         else:
             settings.append(override)
     return chosen, settings
@@ -306,14 +306,14 @@ def kinds_of_keys() -> list[type[Keys]]:
     return [find("keys", name) for name in present("keys")]
 
 
-def apply_override(given: DictConfig, override: Override, schema: type, translators: list[Keys]) -> None:
+def apply_override(config: DictConfig, override: Override, schema: type, translators: list[Keys]) -> None:
     """Sets `key=value`; Hydra's `+key=value` and `++key=value` mean the same here, `~key` restores the default."""
     key = override.key_or_group
     if not override.is_delete():
         if override.value() == "???":
-            raise ConfigError(f"{key} is ???, which stands for what is to be given: set it.")
-        OmegaConf.update(given, key, override.value(), force_add=True)
-    elif not delete(given, key):
+            raise ConfigError(f"{key} is ???, which stands for a value that you have to give: set it.")
+        OmegaConf.update(config, key, override.value(), force_add=True)
+    elif not delete(config, key):
         is_ours = is_known(key, schema) or is_known(f"{key}.", schema)
         if not is_ours and not any(keys.knows(key) for keys in translators):
             raise ConfigError(f"~{key}: nothing sets this key, so there is nothing to take back.", key)
@@ -332,8 +332,8 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
                 section = ".".join(parts[: depth + 1])
                 if not keeps_own_keys(base, section, free[1], key, plain):
                     if not is_among(key, plain):
-                        also = ", and env.id none" if section == "data" and "env" in base else ""
-                        closed = f" A key of your own is kept where {section}.{free[1]} names your file{also}."
+                        condition = ", and env.id none" if section == "data" and "env" in base else ""
+                        closed = f" A key of your own is kept where {section}.{free[1]} names your file{condition}."
                     raise ConfigKeyError(f"{rest[0]} is of no file")
                 if section == "data":
                     notice(f"{key} is none of our keys: it is kept for the class that data.{free[1]} names.")
@@ -349,14 +349,14 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
             ) from None
         if extra := absent_extra_of(key):
             raise ConfigError(f"{key}: {absence(extra)}", key) from None
-        near = did_you_mean(key, [*known_keys(base), "--config-name"])
-        raise ConfigError(f"unknown key '{key}'.{near} --cfg job lists them all.{closed}", key) from None
+        suggestion = did_you_mean(key, [*known_keys(base), "--config-name"])
+        raise ConfigError(f"unknown key '{key}'.{suggestion} --cfg job lists them all.{closed}", key) from None
     except OmegaConfBaseException as error:
         if OmegaConf.is_dict(node[parts[-1]]):
             raise ConfigError(f"{key}={value!r}: {key} is a section; set the keys in it, {key}.…=….") from error
         reason = "it cannot be null" if value is None else first_line(error)
-        meaning = OmegaConf.get_type(node).__dataclass_fields__[parts[-1]].metadata["help"]
-        raise ConfigError(f"{key}={value!r}: {reason}. {key}: {meaning}") from error
+        help_text = OmegaConf.get_type(node).__dataclass_fields__[parts[-1]].metadata["help"]
+        raise ConfigError(f"{key}={value!r}: {reason}. {key}: {help_text}") from error
 
 
 RULES = {

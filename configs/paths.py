@@ -18,9 +18,9 @@ def find_path(path: str | Path) -> Path:
 
     So the defaults (custom/env_wrapper.py) work everywhere, and a user's own file of that name is found first.
     """
-    named = Path(path).expanduser()
-    shipped = ROOT / named
-    return shipped if shipped.exists() and not named.exists() else named
+    expanded = Path(path).expanduser()
+    shipped = ROOT / expanded
+    return shipped if shipped.exists() and not expanded.exists() else expanded
 
 
 def home_spelt_out(value: object) -> object:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 from configs.paths import ROOT
 
-if find_spec("omegaconf") is None:  # here, as every command imports this file before any package
+if find_spec("omegaconf") is None:  # checked here, as every command imports this file first
     raise SystemExit(
         f"error: {sys.executable} has none of the packages that are needed here: run {ROOT}/.venv/bin/python instead, "
         "or `source .venv/bin/activate` first. `make setup` makes .venv."
@@ -28,14 +28,14 @@ if find_spec("omegaconf") is None:  # here, as every command imports this file b
 
 VARIABLES = {
     "OMP_WAIT_POLICY": "PASSIVE",  # for other OpenMP runtimes
-    "GOMP_SPINCOUNT": "4000",  # libgomp's, which comes with torch on Linux; it goes before the policy
-    "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for large pages: 512 times fewer of them to bring
+    "GOMP_SPINCOUNT": "4000",  # for libgomp, which comes with torch on Linux; it overrides the policy
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for large pages, 512 times fewer of them
     "TOKENIZERS_PARALLELISM": "false",
 }
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed
 THREADS = "OMP_NUM_THREADS"
-SAVING = signal.SIGUSR1  # as job schedulers send it before a time limit
-UNANSWERED = (signal.SIG_DFL, signal.default_int_handler)  # not ignored, as by nohup, or in a shell's background
+SAVING = signal.SIGUSR1  # job schedulers send it before a time limit
+UNANSWERED = (signal.SIG_DFL, signal.default_int_handler)  # else ignored, as under nohup
 STOPPED = "stopped by {}; once more kills the process. HYDRA_FULL_ERROR=1 shows where it was."
 
 ended_by: list[int] = []  # the signal that is ending this process, if one is
@@ -54,7 +54,7 @@ def set_environment() -> None:
 
 
 def shows_tracebacks() -> bool:
-    """Whether a command that fails shows its traceback: Hydra's switch, HYDRA_FULL_ERROR=1."""
+    """Says whether a command that fails shows its traceback: Hydra's switch, HYDRA_FULL_ERROR=1."""
     return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
 
 
@@ -66,7 +66,7 @@ def end_on_interrupt() -> None:
     """
     unanswered = [number for number in ENDING if signal.getsignal(number) in UNANSWERED]
     if not unanswered:
-        return  # the second call
+        return  # it was called before
     print_traceback = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -82,7 +82,7 @@ def end_on_interrupt() -> None:
         signal.signal(number, interrupt)
     signal.signal(SAVING, lambda *_: say(f"{in_words(SAVING)}: there is nothing to save now."))
     sys.excepthook = hook
-    atexit.register(end)  # before all others, so that it is called after them
+    atexit.register(end)  # registered before all others, so called after them
 
 
 def interrupt(number: int, _: object) -> None:
@@ -116,42 +116,42 @@ class Requests:
     Ctrl-C, SIGTERM and SIGHUP have the run saved and ended, a second one ends it at once; SIGUSR1 saves alone.
 
     Args:
-        when: says when the run will be saved, and what is lost before.
+        outlook: says when the run will be saved, and what is lost before.
     """
 
-    def __init__(self, when: Callable[[], tuple[str, str]]) -> None:
-        self.when = when
-        self.came: list[int] = []
-        self.before: dict[int, Any] = {}
+    def __init__(self, outlook: Callable[[], tuple[str, str]]) -> None:
+        self.outlook = outlook
+        self.signals: list[int] = []
+        self.handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            self.before = {number: signal.getsignal(number) for number in (*ENDING, SAVING)}
-        for number, handler in self.before.items():
+        if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
+            self.handlers = {number: signal.getsignal(number) for number in (*ENDING, SAVING)}
+        for number, handler in self.handlers.items():
             if number == SAVING or handler is not signal.SIG_IGN:
                 signal.signal(number, self.note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            if signal.getsignal(number) == self.note:  # else one more has come, and the next is to kill
+        for number, handler in self.handlers.items():
+            if signal.getsignal(number) == self.note:  # else a second signal has come, and the next one kills
                 signal.signal(number, handler)
 
     def note(self, number: int, _: object) -> None:
         """Notes a signal, and says what will come of it."""
-        saved, lost = self.when()
+        saved, lost = self.outlook()
         if number == SAVING:
             say(f"{in_words(number)}: {saved}.")
         else:
             say(f"{in_words(number)}: {saved}, and the run ends. Once more ends it at once: {lost}.")
             for other in ENDING:
-                signal.signal(other, self.before[other])
-        self.came.append(number)
+                signal.signal(other, self.handlers[other])
+        self.signals.append(number)
 
     def take(self) -> tuple[bool, int | None]:
         """Returns whether anything was asked since the last call, and the signal that is to end the run, if any."""
-        came, self.came = self.came, []
-        return bool(came), next((number for number in came if number in ENDING), None)
+        signals, self.signals = self.signals, []
+        return bool(signals), next((number for number in signals if number in ENDING), None)
 
 
 @contextmanager

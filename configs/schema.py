@@ -281,8 +281,8 @@ class SamplingConfig(Frozen):
     def draws(self) -> tuple[bool, float]:
         """Returns whether tokens are sampled, rather than the likeliest taken, and the softmax temperature."""
         temperature = 1.0 if self.temperature is None else self.temperature
-        asked = self.temperature is not None if self.do_sample is None else self.do_sample
-        return asked and temperature > 0, temperature
+        requested = self.temperature is not None if self.do_sample is None else self.do_sample
+        return requested and temperature > 0, temperature
 
 
 @dataclass
@@ -472,10 +472,10 @@ class FunctionsConfig(Frozen):
         path = self.custom_reward_function.path
         if self.functions and path:
             raise ConfigError(f"{self.source()} and reward.custom_reward_function.path={path}: set one of the two.")
-        for place, entry in enumerate(self.functions):
+        for index, entry in enumerate(self.functions):
             if not entry.path:
                 raise ConfigError(
-                    f"reward.functions[{place}] ({entry.name}) has no path: name the file of the function."
+                    f"reward.functions[{index}] ({entry.name}) has no path: name the file of the function."
                 )
 
 

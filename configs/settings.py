@@ -62,7 +62,7 @@ def free_setting(section: DictConfig) -> tuple[str, str | bool] | None:
 
 
 def keeps_own_keys(base: DictConfig, section: str, opener: str | bool, key: str, plain: list[str]) -> bool:
-    """Whether `section` takes `key`, which is none of ours: its setting `opener` names a file of the user's.
+    """Says whether `section` takes `key`, which is none of ours: its setting `opener` names a file of the user's.
 
     Below data, where slips are likelier, the key must not be given without a plus, nor rows come from an environment.
     """
@@ -74,8 +74,8 @@ def keeps_own_keys(base: DictConfig, section: str, opener: str | bool, key: str,
 
 
 def is_among(key: str, keys: list[str]) -> bool:
-    """Whether `key` is one of `keys`, or below one."""
-    return any(f"{key}.".startswith(f"{one}.") for one in keys)
+    """Says whether `key` is one of `keys`, or below one."""
+    return any(f"{key}.".startswith(f"{parent}.") for parent in keys)
 
 
 class Readable:
@@ -161,10 +161,10 @@ def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value._value()
 
 
-def delete(given: DictConfig, key: str) -> bool:
+def delete(config: DictConfig, key: str) -> bool:
     """Removes a key, or a section; returns whether it was there."""
     parent_key, _, name = key.rpartition(".")
-    parent = OmegaConf.select(given, parent_key) if parent_key else given
+    parent = OmegaConf.select(config, parent_key) if parent_key else config
     return OmegaConf.is_dict(parent) and parent._content.pop(name, None) is not None
 
 
@@ -181,8 +181,8 @@ def known_keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def is_known(key: str, schema: type) -> bool:
-    """Whether a config of the class `schema` has this key, or a free-form section that it is below; `section.` asks for
-    a section."""
+    """Says whether a config of the class `schema` has this key, or a free-form section that it is below; `section.`
+    asks for a section."""
     known, parts = keys_of(schema), key.split(".")
     if key.endswith("."):
         return any(name.startswith(key) for name in known)
@@ -219,10 +219,10 @@ class Keys:
         """Says whether `key` is one that is translated."""
         return False
 
-    def translate_yaml(self, given: DictConfig, overrides: Sequence[Any], file: str) -> None:
+    def translate_yaml(self, config: DictConfig, overrides: Sequence[Any], file: str) -> None:
         """Translates, in place, what a yaml file gives; parsed `overrides` are to follow."""
 
-    def translate_override(self, given: DictConfig) -> None:
+    def translate_override(self, config: DictConfig) -> None:
         """Translates, in place, what one more override gave: of two spellings the later wins."""
 
     def tell(self) -> None:

@@ -1,4 +1,4 @@
-"""States of an environment as training prompts: edit this file to change what the policy is shown.
+"""Shows states of an environment as training prompts: edit this file to change what the policy is shown.
 
 Row i is the environment's i-th state, rendered to a prompt. It carries the state itself, so that the reward can be
 computed in the real environment, and the expected action where the environment knows one. Validation episodes are shown
@@ -19,9 +19,9 @@ from data.rl_dataset import RLHFDataset
 
 logger = logging.getLogger(__name__)
 
-STATES_CHECKED = 64  # states whose prompts are measured, and read for unknown characters, at the start
+STATES_CHECKED = 64  # states whose prompts are measured at the start
 MAX_REDRAWS = 100
-REDRAW_STRIDE = 1 << 40  # states that no other row has
+REDRAW_STRIDE = 1 << 40  # leads to states that no other row has
 
 
 class CustomEnvDataset(RLHFDataset):
@@ -56,10 +56,10 @@ class CustomEnvDataset(RLHFDataset):
         for draw in range(MAX_REDRAWS):
             try:
                 state = self.environment.get_state(self.first + position + draw * REDRAW_STRIDE)
-            except (RuntimeError, TimeoutError) as error:  # the environment raised or hung: a run does not end by it
+            except (RuntimeError, TimeoutError) as error:  # the environment raised or hung: the run goes on
                 if draw == MAX_REDRAWS - 1:
                     raise
-                notice_once(f"states that cannot be made have others drawn in their place: {error}", about=id(self))
+                notice_once(f"states that cannot be made have others drawn in their place: {error}", topic=id(self))
                 continue
             prompt_ids = self.encode_state(state)
             if prompt_ids is not None:
@@ -80,24 +80,24 @@ class CustomEnvDataset(RLHFDataset):
         }
 
     def messages(self, state: EnvState) -> list[dict[str, Any]]:
-        """The chat that shows `state` to the policy, in training and in validation episodes."""
+        """Returns the chat that shows `state` to the policy, in training and in validation episodes."""
         return [{"role": "user", "content": self.state_to_text(state)}]
 
     def state_to_text(self, state: EnvState) -> str:
-        """The text that shows `state` to the policy."""
+        """Returns the text that shows `state` to the policy."""
         return self.environment.state_to_text(state)
 
     def turn_messages(self, state: EnvState) -> list[dict[str, Any]]:
-        """The messages that show `state` to the policy after an action, where it has all before it in view."""
+        """Returns the messages that show `state` to the policy after an action, where it has all before it in view."""
         return [{"role": "user", "content": state.reply}]
 
     def expected_answer(self, state: EnvState) -> str | None:
-        """The answer of an optimal player, where the environment can tell."""
+        """Returns the answer of an optimal player, where the environment can tell."""
         action = self.environment.get_action(state)
         return None if action is None else self.environment.action_to_text(action)
 
     def encode_state(self, state: EnvState) -> list[int] | None:
-        """Token ids of the prompt that shows `state`, at most data.max_prompt_length.
+        """Returns the token ids of the prompt that shows `state`, at most data.max_prompt_length.
 
         A longer one is cut by data.truncation, or None where data.filter_overlong_prompts leaves it out.
         """
@@ -120,8 +120,8 @@ class CustomEnvDataset(RLHFDataset):
         if settings.truncation == "error" or none_left:
             remedy = "or cut them by data.filter_overlong_prompts=false data.truncation=left"
             raise ValueError(f"{text}: raise it to at least {longest}, {remedy}.")
-        fate = "left out" if settings.filter_overlong_prompts else f"cut ({settings.truncation})"
-        logger.warning("%s: such prompts are %s.", text, fate)
+        outcome = "left out" if settings.filter_overlong_prompts else f"cut ({settings.truncation})"
+        logger.warning("%s: such prompts are %s.", text, outcome)
 
     def _encode_whole(self, state: EnvState) -> list[int]:
         return self._encode({self.config.prompt_key: self.messages(state)}, self._origin(state))

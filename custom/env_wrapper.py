@@ -1,4 +1,4 @@
-"""Any gymnasium environment as a text environment, from two functions: observation to text and text to action.
+"""Makes any gymnasium environment a text environment, by two functions: observation to text and text to action.
 
 An id runs without them too: extras/gym writes out what it observes, and reads its actions. To do better, write the
 functions and an entry of `ENVIRONMENTS`:
@@ -29,7 +29,7 @@ __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env", "make_text_env"]
 
 
 def grid_text(cells: str, columns: int, player: int) -> str:
-    """One character a cell, P in place of the player's, so that rows keep their width and columns stay aligned."""
+    """Writes one character a cell, P in place of the player's, so that columns stay aligned."""
     cells = cells[:player] + "P" + cells[player + 1 :]
     return "\n".join(cells[i : i + columns] for i in range(0, len(cells), columns))
 
@@ -40,7 +40,7 @@ def frozen_lake_text(env: Any, cell: int) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def frozen_lake_map(seed: int, size: int = 4) -> dict[str, Any]:
-    """Constructor arguments of a random solvable map of size x size cells."""
+    """Returns the constructor arguments of a random solvable map of size x size cells."""
     return {"desc": tuple(generate_random_map(size=size, seed=seed))}
 
 
@@ -50,21 +50,21 @@ def cliff_walking_text(env: Any, cell: int) -> str:
 
 
 def taxi_text(env: Any, observation: int) -> str:
-    """The map with the taxi as T, and in words what T hides (a pad) and what the map never shows (who goes where)."""
+    """Returns the map with the taxi as T, then what T hides (a pad) and what the map never shows (who goes where)."""
     row, column, passenger, destination = env.decode(observation)
     cells = env.desc.astype(str)[1:-1, 1:-1]  # without its frame
     cells[row, 2 * column] = "T"
     pads = dict(zip(env.locs, "RGYB", strict=True))
     taxi = f"on {pads[row, column]}" if (row, column) in pads else "on the road"
-    rider = "in the taxi" if passenger == len(pads) else f"at {'RGYB'[passenger]}"
-    words = f"Taxi {taxi}, passenger {rider}, to {'RGYB'[destination]}."
-    return "\n".join(["".join(line) for line in cells] + [words])
+    passenger_text = "in the taxi" if passenger == len(pads) else f"at {'RGYB'[passenger]}"
+    summary = f"Taxi {taxi}, passenger {passenger_text}, to {'RGYB'[destination]}."
+    return "\n".join(["".join(line) for line in cells] + [summary])
 
 
 def blackjack_text(env: Any, observation: tuple[int, int, int]) -> str:
-    total, dealer, usable_ace = observation
+    total, card, usable_ace = observation
     ace = " with a usable ace" if usable_ace else ""
-    return f"Your cards sum to {total}{ace}. The dealer shows {'an ace' if dealer == 1 else dealer}."
+    return f"Your cards sum to {total}{ace}. The dealer shows {'an ace' if card == 1 else card}."
 
 
 _FROZEN_LAKE = {
@@ -115,8 +115,6 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "action_names": ("left|L", "coast|C", "right|R"),
     },
 }
-
-
 SETTINGS = {setting.name for setting in fields(TextEnv)} - {"env_id", "env_kwargs", "timeout"}
 
 
@@ -137,7 +135,7 @@ def make_env(
     module, name, _ = split_id(env_id)
     if module:
         load_module(module)  # registers the id, and may add the entry
-    latest = find_highest_version(None, name)  # which gymnasium takes for an id without a version
+    latest = find_highest_version(None, name)  # gymnasium takes it for an id without a version
     entry, env_kwargs = dict(ENVIRONMENTS.get(name, ENVIRONMENTS.get(f"{name}-v{latest}", {}))), {}
     if unknown := entry.keys() - SETTINGS:
         known = ", ".join(setting.name for setting in fields(TextEnv) if setting.name in SETTINGS)
@@ -172,7 +170,7 @@ def make_text_env(
     text_to_action: Callable[[str], Any | None] | None = None,
     **settings: Any,
 ) -> Any:
-    """`make_env` with these two functions, which become part of the id's entry of `ENVIRONMENTS`.
+    """Calls `make_env` with these two functions, which become part of the id's entry of `ENVIRONMENTS`.
 
     In a module of yours, `make_text_env("CartPole-v1", my_text, my_action)` makes `env.id=my_module:CartPole-v1` a run.
     """
@@ -180,6 +178,6 @@ def make_text_env(
     if module:
         load_module(module)
     functions = {"observation_to_text": obs_to_text, "text_to_action": text_to_action}
-    given = {key: function for key, function in functions.items() if function is not None}
-    ENVIRONMENTS[name] = {**ENVIRONMENTS.get(name, {}), **given}
+    hooks = {key: function for key, function in functions.items() if function is not None}
+    ENVIRONMENTS[name] = {**ENVIRONMENTS.get(name, {}), **hooks}
     return make_env(env_id, **settings)

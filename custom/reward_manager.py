@@ -20,7 +20,7 @@ class CustomRewardManager:
         self.environment = environment
 
     def __call__(self, data: DataProto) -> list[dict[str, float] | NotScored]:
-        """One dict per response: `score`, and `valid_action` to see in the log whether answers can be read.
+        """Returns one dict per response: `score`, and `valid_action` to see in the log whether answers can be read.
 
         `data.responses` are texts; `data.extra_info[i]["state"]` is the state that response i answers. Where the
         environment raises, the response is not scored, and the others are.
@@ -31,9 +31,9 @@ class CustomRewardManager:
     def _score_or_failure(self, response: str, state: EnvState) -> dict[str, float] | NotScored:
         try:
             return self.score(response, state)
-        except RuntimeError as error:  # the environment's, which names the seed and the actions
-            place = users_line(error.__cause__ or error)
-            return NotScored("error", f"{error} (at {place})" if place else str(error))
+        except RuntimeError as error:  # from the environment; it names the seed and the actions
+            location = users_line(error.__cause__ or error)
+            return NotScored("error", f"{error} (at {location})" if location else str(error))
 
     def score(self, response: str, state: EnvState) -> dict[str, float]:
         action = self.extract_action(response)
@@ -43,5 +43,5 @@ class CustomRewardManager:
         }
 
     def extract_action(self, text: str) -> int | None:
-        """The action that an answer names, in training and in validation episodes; None: no legal one."""
+        """Returns the action that an answer names, in training and in validation episodes; None: no legal one."""
         return self.environment.extract_action(text)

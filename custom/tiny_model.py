@@ -28,8 +28,8 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character of printable ASCII; anything else is <|unknown|>."""
-    vocabulary = {token: place for place, token in enumerate(SPECIALS + list(ALPHABET))}
+    """Builds a tokenizer with one token a character of printable ASCII; anything else is <|unknown|>."""
+    vocabulary = {token: index for index, token in enumerate(SPECIALS + list(ALPHABET))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -47,7 +47,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(
     tokenizer: PreTrainedTokenizerFast, seed: int, hidden_size: int = 128, layers: int = 4
 ) -> LlamaForCausalLM:
-    """A Llama with random weights, fixed by `seed`; 0.8 million parameters as it stands."""
+    """Builds a Llama with random weights, fixed by `seed`; 0.8 million parameters as it stands."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -57,7 +57,7 @@ def build_model(
         num_key_value_heads=4,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        initializer_range=0.06,  # not the usual 0.02, by which a model this narrow is slow to learn, and gets stuck
+        initializer_range=0.06,  # with the usual 0.02 a model this narrow learns slowly and gets stuck
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,4 +1,4 @@
-"""Chat messages as token ids: whole prompts, and what a conversation goes on with after an answer.
+"""Encodes chat messages as token ids: whole prompts, and what follows an answer in a conversation.
 
 A policy's answer is never encoded again: its ids stay as they were sampled, and what the chat template writes between
 it and the next answer is appended to them. Only the template writes special tokens: where a user, a tool or an
@@ -20,7 +20,7 @@ from data.tool_parsers import ToolParser
 from data.types import Message
 
 Prompt = str | list[Message]
-QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment, which it does not repeat
+QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment
 THOUGHT = "thought-0417"
 THOUGHTFUL = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
 WRITTEN_OUT = re.compile(r"""\[\{\s*['"](role|content)['"]\s*:""")  # a list of messages, as str or json.dumps writes it
@@ -33,7 +33,7 @@ def parse_prompt(value: Any) -> Prompt:
     Raises:
         ValueError: it is neither a string nor a non-empty list of messages with a role and a content.
     """
-    if isinstance(value, np.ndarray):  # what pandas makes of a list in a parquet file
+    if isinstance(value, np.ndarray):  # pandas makes it of a list in a parquet file
         value = value.tolist()
     if isinstance(value, str):
         if WRITTEN_OUT.match(value):  # a model would read brackets and quotes
@@ -46,8 +46,8 @@ def parse_prompt(value: Any) -> Prompt:
             case {"role": str(), "content": str() | list()} | {"role": str(), "tool_calls": list()}:
                 pass
             case _:
-                found = reprlib.repr(message)
-                raise ValueError(f"the prompt holds {found}; a chat message needs a 'role' and a 'content'.")
+                shown = reprlib.repr(message)
+                raise ValueError(f"the prompt holds {shown}; a chat message needs a 'role' and a 'content'.")
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
@@ -77,7 +77,7 @@ def encode_messages(
         template_kwargs["tools"] = as_text(template_kwargs["tools"], tokenizer)
     messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in messages]
     text = render(messages, tokenizer, True, tool_text, **template_kwargs)
-    return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)
+    return encode_pieces(text, tokenizer, begins_text=tokenizer.chat_template is None)
 
 
 def tool_kwargs(
@@ -88,8 +88,8 @@ def tool_kwargs(
     if not schemas:
         return {}
     descriptions = "" if shows_tools(tokenizer) else parser.describe(schemas)
-    told = descriptions and shows_system(tokenizer)
-    return {"tools": schemas} | ({"tool_text": descriptions} if told else {})
+    fits_template = descriptions and shows_system(tokenizer)
+    return {"tools": schemas} | ({"tool_text": descriptions} if fits_template else {})
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -105,7 +105,7 @@ def shows_system(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def told_of_tools(messages: list[Message], descriptions: str) -> list[Message]:
-    """Messages whose system message, a new one if there is none, ends with `descriptions`."""
+    """Returns the messages whose system message, a new one if there is none, ends with `descriptions`."""
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": descriptions}, *messages]
     content = messages[0]["content"]
@@ -123,7 +123,7 @@ def render(
     tool_text: str = "",
     **template_kwargs: Any,
 ) -> str:
-    """Messages as the text that the template makes of them, or `plain_chat` without one."""
+    """Returns the messages as the text that the template makes of them, or `plain_chat` without one."""
     if tool_text:
         messages = told_of_tools(messages, tool_text)
     if tokenizer.chat_template is None:
@@ -134,36 +134,36 @@ def render(
 
 
 def as_text(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """`value` with a BREAK in each special token that its texts spell out, so that a template makes no token of it."""
+    """Returns `value` with a BREAK in each special token that its texts spell out: a template makes no token of it."""
     if isinstance(value, dict):
         return {key: as_text(item, tokenizer) for key, item in value.items()}
     if isinstance(value, list):
         return [as_text(item, tokenizer) for item in value]
     specials = special_tokens(tokenizer)
-    while isinstance(value, str) and specials.search(value):  # in what is left of one may be another
-        value = specials.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+    while isinstance(value, str) and specials.search(value):  # the rest of one may contain another
+        value = specials.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
     return value
 
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches the special tokens of a tokenizer, the longest first; one of a single character is a text like others."""
-    found = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    names = sorted({name for name in found.union(tokenizer.all_special_tokens) if len(name) > 1}, key=len, reverse=True)
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names = sorted({name for name in added.union(tokenizer.all_special_tokens) if len(name) > 1}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
-def encode_pieces(text: str, tokenizer: PreTrainedTokenizerBase, opens: bool) -> list[int]:
-    """Token ids of a text, whose every BREAK parts two tokens; `opens`: with what the tokenizer begins a text with."""
+def encode_pieces(text: str, tokenizer: PreTrainedTokenizerBase, begins_text: bool) -> list[int]:
+    """Returns the token ids of a text, cut at every BREAK; `begins_text`: behind those that begin a text."""
     first, *rest = text.split(BREAK)
-    ids = tokenizer.encode(first, add_special_tokens=opens)
+    ids = tokenizer.encode(first, add_special_tokens=begins_text)
     for piece in rest:
         ids += tokenizer.encode(piece, add_special_tokens=False)
     return ids
 
 
 def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
-    """`role: content` lines, for tokenizers without a chat template."""
+    """Writes `role: content` lines, for tokenizers without a chat template."""
     notice_once(
         "the tokenizer has no chat template: messages become 'role: content' lines. Set "
         "actor_rollout_ref.model.custom_chat_template for another format."
@@ -190,22 +190,22 @@ class ChatFormat:
         self.terminator = template_terminator(tokenizer)
 
     def prompt_ids(self, messages: Prompt) -> list[int]:
-        """Token ids of a prompt, up to where the answer starts."""
+        """Returns the token ids of a prompt, up to where the answer starts."""
         return encode_prompt(messages, self.tokenizer, **self.template_kwargs)
 
     def text(self, token_ids: list[int]) -> str:
-        """An answer as text, without special tokens."""
+        """Returns an answer as text, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def increment(self, messages: list[Message], stopped: bool) -> list[int]:
-        """Token ids that follow an answer: the end of its turn, `messages`, and the start of the next answer.
+        """Encodes what follows an answer: the end of its turn, `messages`, and the start of the next answer.
 
         `stopped`: whether the answer ended by a stop id, which then stands for the special token that ends a turn.
 
         Raises:
             ValueError: the template does not write these messages behind an answer; names it and the remedy.
         """
-        ids = encode_pieces(self.increment_text(as_text(messages, self.tokenizer)), self.tokenizer, opens=False)
+        ids = encode_pieces(self.increment_text(as_text(messages, self.tokenizer)), self.tokenizer, begins_text=False)
         return ids[1:] if stopped and self.terminator is not None and ids[:1] == [self.terminator] else ids
 
     def increment_text(self, messages: list[Message]) -> str:
@@ -217,24 +217,24 @@ class ChatFormat:
         start = [{"role": "user", "content": QUESTION}]
         turns = [*start, {"role": "assistant", "content": ANSWER}, *messages]
         try:
-            whole = self.render(turns, generation_prompt=True)
+            rendered = self.render(turns, generation_prompt=True)
             starts = tuple(self.render(start, generation_prompt) for generation_prompt in (True, False))
         except TemplateError as error:
             raise self._refusal(f"refuses {messages_named(messages)} after an answer ({error})") from error
-        if whole.count(ANSWER) != 1 or not whole.startswith(starts):
+        if rendered.count(ANSWER) != 1 or not rendered.startswith(starts):
             raise self._refusal(f"writes what comes before {messages_named(messages)} otherwise than without them")
-        return whole.partition(ANSWER)[2]
+        return rendered.partition(ANSWER)[2]
 
     def check_keeps_thoughts(self, role: str) -> None:
         """Raises ValueError if the template leaves out what earlier answers thought once a message of `role` follows:
         the policy would be trained with it in view, and asked without."""
         turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": THOUGHTFUL}]
-        told = {"role": role, "content": QUESTION}
-        if THOUGHT not in self.render([*turns, told], generation_prompt=True):
-            raise self._refusal(f"drops the thoughts of an answer before {messages_named([told])}")
+        reply = {"role": role, "content": QUESTION}
+        if THOUGHT not in self.render([*turns, reply], generation_prompt=True):
+            raise self._refusal(f"drops the thoughts of an answer before {messages_named([reply])}")
 
     def render(self, messages: list[Message], generation_prompt: bool) -> str:
-        """Messages as the text that the template makes of them."""
+        """Returns the messages as the text that the template makes of them."""
         return render(messages, self.tokenizer, generation_prompt, **self.template_kwargs)
 
     def _refusal(self, problem: str) -> ValueError:

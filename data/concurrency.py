@@ -1,4 +1,4 @@
-"""Event loops in threads, beside the caller's work."""
+"""Runs event loops in threads, beside the caller's work."""
 
 import asyncio
 import inspect
@@ -9,7 +9,7 @@ from functools import cache
 from threading import Lock, Thread, current_thread
 from typing import Any
 
-STOP_SECONDS = 1  # for coroutines to clean up when one has failed, or at an interrupt
+STOP_SECONDS = 1  # in which coroutines clean up when one has failed, or at an interrupt
 
 
 @cache
@@ -17,7 +17,7 @@ def background_loop() -> asyncio.AbstractEventLoop:
     return start_loop()[0]
 
 
-starting = Lock()  # with a loop each, two threads that begin at once could not go on with the same process
+starting = Lock()  # two threads that begin at once must share one loop: what it holds belongs to it
 os.register_at_fork(
     before=starting.acquire,
     after_in_parent=starting.release,
@@ -25,11 +25,11 @@ os.register_at_fork(
 )
 
 
-def run_in_background(work: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of `work`, run in an event loop that this process keeps in a thread for such callers."""
+def run_in_background(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of `coroutine`, run in an event loop that this process keeps in a thread for such callers."""
     with starting:
         loop = background_loop()
-    return asyncio.run_coroutine_threadsafe(work, loop).result()
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
 
 def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float | None) -> list[Any]:
@@ -41,14 +41,14 @@ def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float
     Raises:
         TimeoutError: one took longer; names its place and the key.
     """
-    places = asyncio.Semaphore(max_concurrent)
+    slots = asyncio.Semaphore(max_concurrent)
 
     async def result_of(row: int, awaitable: Awaitable) -> Any:
         try:
-            async with places, asyncio.timeout(timeout) as deadline:
+            async with slots, asyncio.timeout(timeout) as deadline:
                 return await awaitable
         except TimeoutError as error:
-            if not deadline.expired():  # one of the user's own
+            if not deadline.expired():  # the user's code raised it
                 raise
             call = f"the call for response {row}" if len(awaitables) > 1 else "the call"
             raise TimeoutError(
@@ -57,7 +57,7 @@ def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float
             ) from error
         finally:
             if inspect.iscoroutine(awaitable):
-                awaitable.close()  # one that never began would complain of it
+                awaitable.close()  # else Python warns of one that never began
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*(result_of(row, awaitable) for row, awaitable in enumerate(awaitables)))
@@ -85,7 +85,7 @@ def start_loop() -> tuple[asyncio.AbstractEventLoop, Thread]:
     loop = asyncio.new_event_loop()
 
     def serve() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # leaving it cancels and closes
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # leaving it cancels tasks and closes the loop
             runner.get_loop().run_forever()
 
     thread = Thread(target=serve, daemon=True)

@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk leaves whole: replaced in one move, or added to line by line; one run a folder."""
+"""Keeps files whole through a kill or a full disk: replaced in one move, or extended line by line; one run a folder."""
 
 import errno
 import fcntl
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(path: str | PathLike) -> Iterator[BinaryIO]:
-    """Opens a file, in a folder that is made, that takes the place of `path` in one move, unless its body raises."""
+    """Opens a file that replaces `path` in one move, unless the body raises; makes its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -41,12 +41,12 @@ def replacing(path: str | PathLike) -> Iterator[BinaryIO]:
 def rewrite(path: str | PathLike, content: bytes) -> None:
     """Makes `content` all that `path` holds; what it held before is kept beside it as NAME.bak-1, NAME.bak-2 …"""
     path = Path(path)
-    before = path.read_bytes() if path.exists() else b""
-    if content == before:
+    previous = path.read_bytes() if path.exists() else b""
+    if content == previous:
         return
-    if before:
-        aside = (path.with_name(f"{path.name}.bak-{n}") for n in itertools.count(1))
-        shutil.copy2(path, next(path for path in aside if not path.exists()))
+    if previous:
+        backups = (path.with_name(f"{path.name}.bak-{n}") for n in itertools.count(1))
+        shutil.copy2(path, next(path for path in backups if not path.exists()))
     with replacing(path) as file:
         file.write(content)
 
@@ -60,7 +60,7 @@ def append(path: str | PathLike, content: bytes) -> None:
     with Path(path).open("ab", buffering=0) as file:
         end = file.tell()
         try:
-            if file.write(content) < len(content):  # how a disk says that the rest does not fit
+            if file.write(content) < len(content):  # the rest does not fit on the disk
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(file.fileno())
         except OSError:
@@ -69,14 +69,14 @@ def append(path: str | PathLike, content: bytes) -> None:
 
 
 @contextmanager
-def dispensable(what: str) -> Iterator[None]:
+def dispensable(name: str) -> Iterator[None]:
     """Warns, and goes on, if the disk is full; for files that a run can do without."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        logger.warning("%s: not written, the disk is full (%s)", what, error)
+        logger.warning("%s: not written, the disk is full (%s)", name, error)
 
 
 def dump_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -100,7 +100,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's record, in order; [] if there is no file. A line that a kill tore is left out."""
     entries = []
     for line in Path(path).read_bytes().split(b"\n") if Path(path).exists() else []:
-        with suppress(ValueError):  # what json raises for a torn line
+        with suppress(ValueError):  # json raises it for a torn line
             entries.append(json.loads(line))
     return entries
 

@@ -1,4 +1,4 @@
-"""JSON over HTTP, asked for again where the server is busy or fails, or the connection drops."""
+"""Asks for JSON over HTTP, again where the server is busy or fails, or the connection drops."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def may_pass(status: int) -> bool:
 async def open_session(
     api_key: str | None = None, timeout: float | None = None, connections: int = 100
 ) -> aiohttp.ClientSession:
-    """Opens `connections` at once to servers, one a request: to drop it is to hang up. The `timeout` is of seconds
+    """Opens a session of at most `connections`, one a request, so that dropping a request hangs up. `timeout`: seconds
     without a byte of an answer; None: any."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=timeout)
@@ -65,13 +65,13 @@ async def ask(
     for attempt in range(1, tries + 1):
         try:
             async with session.request(method, url, json=body) as answer:
-                status, text, later = answer.status, await answer.text(), answer.headers.get("Retry-After", "")
+                status, text, retry_after = answer.status, await answer.text(), answer.headers.get("Retry-After", "")
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
             raise ValueError(f"{url} is no address: {setting} begins with http:// or https://.") from error
         except aiohttp.SocketTimeoutError as error:
             raise ServerError(f"{url} gave no answer in {session.timeout.sock_read:g} seconds.") from error
         except aiohttp.ClientError as error:
-            problem, later = f"{type(error).__name__}: {error}", ""
+            problem, retry_after = f"{type(error).__name__}: {error}", ""
         else:
             if status < 400:
                 return parse(url, text)
@@ -79,18 +79,18 @@ async def ask(
             if not may_pass(status):
                 raise RequestRefused(f"{url} refused the request, {problem}", status)
         if attempt < tries:
-            await asyncio.sleep(float(later) if later.isdigit() else wait * random.uniform(0.5, 1.5))
+            await asyncio.sleep(float(retry_after) if retry_after.isdigit() else wait * random.uniform(0.5, 1.5))
             wait = min(2 * wait, LONGEST_WAIT)
-    often = f" {tries} times" if tries > 1 else ""
-    raise ServerError(f"{url} failed{often}, {problem}. Look whether the server runs, and into its log.")
+    count = f" {tries} times" if tries > 1 else ""
+    raise ServerError(f"{url} failed{count}, {problem}. Check that the server runs, and read its log.")
 
 
 async def ask_once(
-    method: str, url: str, body: Json | None, api_key: str | None = None, timeout: float | None = None, **how: Any
+    method: str, url: str, body: Json | None, api_key: str | None = None, timeout: float | None = None, **options: Any
 ) -> Json:
     """Calls `ask` with a session of its own."""
     async with await open_session(api_key, timeout) as session:
-        return await ask(session, method, url, body, **how)
+        return await ask(session, method, url, body, **options)
 
 
 def parse(url: str, text: str) -> Json:

@@ -1,4 +1,4 @@
-"""Training rows (data/types.py: Sample) as the padded columns of a batch.
+"""Lays out training rows (data/types.py: Sample) as the padded columns of a batch.
 
 Prompts are padded on the left to one width, responses on the right to another. What is padding is known from lengths
 and masks, never from comparing ids with the pad id: it may be the stop id, which is sampled.
@@ -15,7 +15,7 @@ from data.types import Sample
 
 
 def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, pad_token_id: int) -> DataProto:
-    """B samples as the padded columns of a batch; P is `prompt_width`, R `response_width`.
+    """Lays out B samples as the padded columns of a batch; P is `prompt_width`, R `response_width`.
 
     int64: prompts [B, P], responses, response_mask and weight_versions [B, R], input_ids, attention_mask and
     position_ids [B, P+R];
@@ -53,29 +53,29 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
 
 
 def collate_turns(samples: Sequence[Sample], width: int) -> dict[str, Tensor]:
-    """Columns of episodes beside those of `collate`, [B, R]: turn_ids int64 and token_level_scores float32, which holds
-    the rewards; R is `width`."""
+    """Returns the columns of episodes beside those of `collate`, [B, R]: turn_ids int64 and token_level_scores float32,
+    which holds the rewards; R is `width`."""
     lengths = torch.tensor([len(sample.token_ids) for sample in samples])
-    places = torch.arange(width) < lengths[:, None]
+    filled = torch.arange(width) < lengths[:, None]
     return {
-        "turn_ids": fill_places(places, [sample.turns for sample in samples], 0),
-        "token_level_scores": fill_places(places, [sample.rewards for sample in samples], 0.0),
+        "turn_ids": fill_places(filled, [sample.turns for sample in samples], 0),
+        "token_level_scores": fill_places(filled, [sample.rewards for sample in samples], 0.0),
     }
 
 
-def fill_places(places: Tensor, parts: Sequence[Sequence[float]], padding: float) -> Tensor:
-    """The numbers of `parts`, in order, at the True `places` [B, W], and `padding`, of their dtype, elsewhere."""
-    column = torch.full(places.shape, padding)
-    return column.masked_scatter_(places, torch.tensor([*chain.from_iterable(parts)], dtype=column.dtype))
+def fill_places(mask: Tensor, parts: Sequence[Sequence[float]], padding: float) -> Tensor:
+    """Puts the numbers of `parts`, in order, where `mask` [B, W] is True, and `padding`, of their dtype, elsewhere."""
+    column = torch.full(mask.shape, padding)
+    return column.masked_scatter_(mask, torch.tensor([*chain.from_iterable(parts)], dtype=column.dtype))
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """1.0 on each row's last policy token: where the episode is done. [B, R] float32."""
+    """Marks each row's last policy token with 1.0: where the episode is done. [B, R] float32."""
     return ((mask.flip(1).cumsum(1).flip(1) == 1) & mask.bool()).float()
 
 
 def repeats_prompt(batch: DataProto) -> Tensor:
-    """[B] bool: the rows whose prompt is that of the row before."""
+    """Returns [B] bool: the rows whose prompt is that of the row before."""
     ids, mask = (batch.batch[name][:, : prompt_width(batch)] for name in ("input_ids", "attention_mask"))
     prompts = torch.where(mask == 1, ids, -1)
     repeats = torch.zeros(len(batch), dtype=torch.bool)
@@ -84,5 +84,5 @@ def repeats_prompt(batch: DataProto) -> Tensor:
 
 
 def prompt_width(batch: DataProto) -> int:
-    """P: the columns before the responses."""
+    """Returns P, the number of columns before the responses."""
     return batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]

@@ -19,12 +19,12 @@ from configs.errors import first_line
 from configs.paths import find_path
 from configs.schema import PretrainedModelConfig
 
-POSITIONS = ("max_position_embeddings", "max_seq_len")  # what a config calls the number of its positions
+POSITIONS = ("max_position_embeddings", "max_seq_len")  # names that configs have for the number of positions
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) -> PretrainedConfig:
-    """The config of the model at `path`, which the setting `key` names, with `model.override_config`.
+    """Returns the config of the model at `path`, which the setting `key` names, with `model.override_config`.
 
     Raises:
         ValueError: there is no model there, or transformers does not know its kind; names the key.
@@ -41,8 +41,8 @@ def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) 
 def position_count(config: PretrainedConfig) -> int | None:
     """Returns the number of positions a model of this `config` was made for; None: it does not say."""
     values = config.to_dict()
-    found = [values.get(config.attribute_map.get(name, name)) for name in POSITIONS]
-    return next((count for count in found if count), None)
+    counts = [values.get(config.attribute_map.get(name, name)) for name in POSITIONS]
+    return next((count for count in counts if count), None)
 
 
 def check_positions(config: PretrainedConfig, longest: int, model_key: str, length_keys: str) -> None:
@@ -82,13 +82,13 @@ def check_is_reward_model(config: PretrainedConfig, model_key: str) -> None:
 
 
 def is_known(config: PretrainedConfig, models: dict[type, type], auto_class: str) -> bool:
-    """Whether there is a model of this `config` among `models`, or in code of its own folder."""
-    own = config.to_dict().get("auto_map") or {}
-    return type(config) in models or auto_class in own
+    """Says whether there is a model of this `config` among `models`, or in code of its own folder."""
+    auto_map = config.to_dict().get("auto_map") or {}
+    return type(config) in models or auto_class in auto_map
 
 
 def check_model_path(path: str | None, key: str) -> str:
-    """`path` if a model can be there: a folder with a config.json, or something that can be a hub name.
+    """Returns `path` if a model can be there: a folder with a config.json, or something that can be a hub name.
 
     Raises:
         ValueError: not set, no such folder, or a folder without config.json; names the key and the remedy.
@@ -102,10 +102,10 @@ def check_model_path(path: str | None, key: str) -> str:
     folder = find_path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            places = ("", "actor/", "global_step_*/", "global_step_*/actor/")  # of a checkpoint, and of a run
-            found = [file for place in places for file in folder.glob(f"{place}huggingface/config.json")]
-            if found:
-                remedy = f"It holds one: {max(found, key=lambda file: file.stat().st_mtime).parent}"
+            patterns = ("", "actor/", "global_step_*/", "global_step_*/actor/")  # of a checkpoint, and of a run
+            files = [file for pattern in patterns for file in folder.glob(f"{pattern}huggingface/config.json")]
+            if files:
+                remedy = f"It holds one: {max(files, key=lambda file: file.stat().st_mtime).parent}"
             raise ValueError(f"{key}={path}: the folder has no config.json, so it is not a model. {remedy}")
         return str(folder)
     if folder.is_absolute() or path.startswith((".", "~")) or not HUB_NAME.fullmatch(path) or folder.parent.is_dir():
@@ -114,7 +114,7 @@ def check_model_path(path: str | None, key: str) -> str:
 
 
 def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_ref.model") -> PreTrainedTokenizerBase:
-    """The tokenizer of the model that the config's `section` describes, with a pad token and its chat template.
+    """Returns the tokenizer of the model that the config's `section` describes, with a pad token and its chat template.
 
     Raises:
         ValueError: it cannot be loaded, or has no token to end a response with; names the key and the remedy.
@@ -144,7 +144,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     except TemplateSyntaxError as error:
         raise ValueError(f"{source}: line {error.lineno} of the chat template is no jinja: {error.message}.") from error
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-        return  # this conversation is none for it, and others may be
+        return  # the template refuses this conversation, and may take others
 
 
 def as_users_read(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -155,7 +155,7 @@ def as_users_read(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 
 
 def template_terminator(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token right after an assistant's message in the chat template, if there is one."""
+    """Returns the special token right after an assistant's message in the chat template, if there is one."""
     if not tokenizer.chat_template:
         return None
     marker = "answer-0417"

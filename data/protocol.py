@@ -1,4 +1,4 @@
-"""`DataProto`: what passes between the stages of a step, B rows under named columns.
+"""Defines `DataProto`, which passes between the stages of a step: B rows under named columns.
 
 Tensors live in `batch` (a TensorDict), everything else in `non_tensor_batch` (numpy arrays, mostly of dtype object),
 and what holds for the whole batch in `meta_info`. Names and semantics are verl's. Whatever moves rows (slicing,
@@ -53,7 +53,7 @@ class _Columns:
         return name in self.tensors or name in self.non_tensor_batch
 
     def __getattr__(self, name: str) -> Any:
-        """`data.responses`: Python asks here for whatever is neither a field nor a method."""
+        """Returns a column, as in `data.responses`: Python asks here for whatever is neither a field nor a method."""
         if "meta_info" not in vars(self):  # half built, by copy or pickle: no columns to look into yet
             raise AttributeError(name)
         if name not in self:
@@ -61,7 +61,7 @@ class _Columns:
         return self.get(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dataclass_fields__:  # which the next slice would lose
+        if name not in self.__dataclass_fields__:  # the next slice would lose it
             raise AttributeError(f"columns are read as attributes but written as data.batch[{name!r}] = tensor")
         super().__setattr__(name, value)
 
@@ -162,7 +162,7 @@ class DataProto(_Columns):
         return proto
 
     def clone(self) -> Self:
-        """Own tensors, arrays and meta_info dict; the python objects inside them stay shared."""
+        """Copies tensors, arrays and the meta_info dict; the python objects inside them stay shared."""
         batch = None if self.batch is None else self.batch.clone()
         arrays = {name: column.copy() for name, column in self.non_tensor_batch.items()}
         return type(self)(batch, arrays, dict(self.meta_info))
@@ -180,7 +180,7 @@ class DataProto(_Columns):
 
     @staticmethod
     def load_from_disk(filepath: str | PathLike) -> DataProto:
-        """Unpickles: open only files you trust."""
+        """Unpickles a file: open only files you trust."""
         with open(filepath, "rb") as file:
             return pickle.load(file)
 
@@ -192,7 +192,7 @@ class DataProto(_Columns):
         return next((len(column) for column in self.non_tensor_batch.values()), 0)
 
     def __getitem__(self, index: int | np.integer | slice | Indices) -> Self | DataProtoItem:
-        """A row for an int; a DataProto for a slice and for a 1-D list, array or tensor of ints or bools."""
+        """Returns a row for an int; a DataProto for a slice and for a 1-D list, array or tensor of ints or bools."""
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, list | np.ndarray | torch.Tensor):
@@ -204,13 +204,13 @@ class DataProto(_Columns):
         raise TypeError(f"Indexing with {type(index)} is not supported; get(name) reads a column")
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Rows start:end:step, as views of the same memory; copies if step is negative, as torch has no such views."""
+        """Returns rows start:end:step, as views; as copies if step is negative, as torch has no such views."""
         rows = slice(start, end, step)
         backwards = step is not None and step < 0
         return self.select_idxs(np.arange(len(self))[rows]) if backwards else self._take(rows)
 
     def select_idxs(self, idxs: Indices) -> Self:
-        """Copies of the rows at 1-D `idxs`: positions (negative ones count from the end), or one bool a row."""
+        """Copies the rows at 1-D `idxs`: positions (negative ones count from the end), or one bool a row."""
         picked = idxs.cpu().numpy() if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
         if not picked.size:  # an empty list has no element type, and numpy takes it for float
             picked = picked.astype(np.int64)
@@ -224,16 +224,16 @@ class DataProto(_Columns):
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Every row `repeat_times` times: aabbcc interleaved, abcabc otherwise."""
+        """Repeats every row `repeat_times` times: aabbcc interleaved, abcabc otherwise."""
         rows = np.arange(len(self))
         return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def split(self, split_size: int) -> list[Self]:
-        """Consecutive pieces of `split_size` rows; the last may be shorter."""
+        """Cuts consecutive pieces of `split_size` rows; the last may be shorter."""
         return [self[start : start + split_size] for start in range(0, len(self), split_size)]
 
     def chunk(self, chunks: int) -> list[Self]:
-        """`chunks` consecutive pieces of equal size; with auto_padding the last ones may be shorter, or fewer."""
+        """Cuts `chunks` consecutive pieces of equal size; with auto_padding the last may be shorter, or fewer."""
         if self.meta_info.get(AUTO_PADDING):
             return self.split(-(-len(self) // chunks))
         sizes = f"Got size of DataProto {len(self)} and chunk {chunks}"
@@ -241,13 +241,13 @@ class DataProto(_Columns):
         return self.chunk_uneven(chunks)
 
     def chunk_uneven(self, chunks: int) -> list[Self]:
-        """`chunks` consecutive pieces whose sizes differ by at most one; with too few rows some have none."""
+        """Cuts `chunks` consecutive pieces whose sizes differ by at most one; with too few rows some have none."""
         edges = [len(self) * i // chunks for i in range(chunks + 1)]
         return [self[start:end] for start, end in pairwise(edges)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all pieces, which must have the same columns; the type is that of the first.
+        """Joins the rows of all pieces, which must have the same columns; the type is that of the first.
 
         `meta_info["metrics"]`, a dict, a list of dicts or None in each piece, becomes one dict of lists. Every other
         key must be equal wherever it appears.
@@ -263,7 +263,7 @@ class DataProto(_Columns):
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None
     ) -> Iterator[Self]:
-        """Mini-batches, `epochs` times over; `dataloader_kwargs={"shuffle": True}` shuffles, `seed` fixes the order."""
+        """Cuts mini-batches, `epochs` times; `dataloader_kwargs={"shuffle": True}` shuffles, `seed` fixes the order."""
         rows, options = range(len(self)), dataloader_kwargs or {}
         assert len(rows) % mini_batch_size == 0, f"{len(rows)} rows do not divide into batches of {mini_batch_size}"
         generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -271,7 +271,7 @@ class DataProto(_Columns):
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def _take(self, rows: slice | np.ndarray) -> Self:
-        """The rows in a slice (views) or at positions (copies)."""
+        """Returns the rows in a slice (views) or at positions (copies)."""
         batch = self.batch
         if batch is not None:
             tensors = {name: tensor[rows] for name, tensor in batch.items()}
@@ -288,7 +288,7 @@ class DataProto(_Columns):
         meta_info_keys: Keys = None,
         deepcopy: bool = False,
     ) -> Self:
-        """The named entries; None keeps all. `deepcopy` copies arrays and meta_info, never tensors.
+        """Returns the named entries; None keeps all. `deepcopy` copies arrays and meta_info, never tensors.
 
         Raises:
             KeyError: a tensor is missing. Missing arrays and meta_info entries are passed over, as in verl.
@@ -317,27 +317,27 @@ class DataProto(_Columns):
             if not isinstance(keys, str | list):
                 raise TypeError(f"rename takes a str or a list of str, got {type(keys)}")
         old, new = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
-        others = [name for name in (*self.tensors, *self.non_tensor_batch) if name not in old]
-        if len(old) != len(new) or len({*new, *others}) < len(new) + len(others):
-            raise ValueError(f"each of {old} needs one new name, unlike the other columns {others}; got {new}")
-        renamed = _pop(self.batch, old)  # all out before any goes in, so that two names can be swapped
+        remaining = [name for name in (*self.tensors, *self.non_tensor_batch) if name not in old]
+        if len(old) != len(new) or len({*new, *remaining}) < len(new) + len(remaining):
+            raise ValueError(f"each of {old} needs one new name, unlike the other columns {remaining}; got {new}")
+        renamed = _pop(self.batch, old)  # all are taken out first, so that two names can be swapped
         self.batch.update(dict(zip(new, renamed.values(), strict=True)))
         return self
 
     def union(self, other: DataProto) -> Self:
         """Adds the other's columns and meta_info in place; returns self. What both have must be equal (assert)."""
         if other.batch is not None:
-            mine = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch
-            self.batch = union_tensor_dict(mine, other.batch)
+            batch = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch
+            self.batch = union_tensor_dict(batch, other.batch)
         self.non_tensor_batch = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        # Into a new dict: the old one may be shared with other slices of the same parent.
+        # A new dict, as the old one may be shared with other slices of the same parent.
         self.meta_info = _union(dict(self.meta_info), other.meta_info, lambda a, b: a is b or a == b, "meta_dict")
         self.check_consistency()
         return self
 
 
 def object_array(rows: Sequence[Any]) -> np.ndarray:
-    """A 1-D object array with one element a row, whatever the rows are: inner lists and arrays stay elements."""
+    """Makes a 1-D object array with one element a row: inner lists and arrays stay elements."""
     return np.fromiter(rows, dtype=object, count=len(rows))
 
 
@@ -363,7 +363,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[dict]) -> dict[str, list]:
-    """[{a: 1}, {a: 2}] to {a: [1, 2]}. The first dict has all the keys: a later one may lack some but add none."""
+    """Turns [{a: 1}, {a: 2}] into {a: [1, 2]}. The first has all the keys: a later one may lack some but add none."""
     lists: dict[str, list] = {key: [] for key in (list_of_dict[0] if list_of_dict else ())}
     for row in list_of_dict:
         assert row.keys() <= lists.keys(), f"{list(row)} has keys that the first dict has not: {list(lists)}"
@@ -373,13 +373,13 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[dict]) -> dict[str, list
 
 
 def serialize_single_tensor(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
-    """(dtype, shape, bytes as uint8); a slice gives its own rows, where a pickled view would carry its whole parent."""
+    """Returns (dtype, shape, bytes as uint8); of a slice its own rows, where a pickled view would carry its parent."""
     flat = tensor.cpu().contiguous().view(-1)
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy()
 
 
 def deserialize_single_tensor(state: tuple[str, tuple[int, ...], np.ndarray]) -> torch.Tensor:
-    """A CPU tensor, whatever device the bytes left: this process may not have it."""
+    """Makes a CPU tensor, whatever device the bytes left: this process may not have it."""
     dtype, shape, data = state
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
     tensor.view(-1).view(torch.uint8).numpy()[:] = data  # copied, because Ray's buffers are shared and read-only
@@ -392,14 +392,14 @@ def _pop(bag: MutableMapping[str, Any] | None, keys: Keys) -> dict[str, Any]:
     return {key: bag.pop(key) for key in keys}
 
 
-def _union(mine: MutableMapping, theirs: MutableMapping, same: Callable[[Any, Any], bool], kind: str) -> MutableMapping:
-    """Updates `mine` with `theirs`, after checking that no value changes."""
-    for name, value in theirs.items():
+def _union(target: MutableMapping, new: MutableMapping, equal: Callable[[Any, Any], bool], kind: str) -> MutableMapping:
+    """Updates `target` with `new`, after checking that no value changes."""
+    for name, value in new.items():
         problem = f"{name} in {kind}1 and {kind}2 are not the same object"
-        clash = name in mine.keys() and not same(mine[name], value)  # noqa: SIM118 - `in` of a TensorDict looks at values
+        clash = name in target.keys() and not equal(target[name], value)  # noqa: SIM118 - `in` of a TensorDict looks at values
         assert not clash, f"{problem}: a union needs equal values; pop or rename one of them"
-    mine.update(theirs)
-    return mine
+    target.update(new)
+    return target
 
 
 def _deep_equal(a: Any, b: Any) -> bool:
@@ -416,15 +416,15 @@ def _deep_equal(a: Any, b: Any) -> bool:
 
 
 def _merge_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The meta_info of a concat, by the rules of `DataProto.concat`."""
+    """Returns the meta_info of a concat, by the rules of `DataProto.concat`."""
     merged: dict[str, Any] = {}
     metrics: list[dict] = []
     for meta in metas:
         for key, value in meta.items():
             if key != "metrics":
-                known = merged.setdefault(key, value)
-                same = known is value or known == value
-                assert same, f"Conflicting values for meta_info key '{key}': {known} and {value}"
+                earlier = merged.setdefault(key, value)
+                same = earlier is value or earlier == value
+                assert same, f"Conflicting values for meta_info key '{key}': {earlier} and {value}"
             elif value is not None:
                 metrics += value if isinstance(value, list) else [value]
     return merged | {"metrics": list_of_dict_to_dict_of_list(metrics)} if metrics else merged

@@ -45,18 +45,14 @@ from data.table import Table
 from data.types import Row
 
 logger = logging.getLogger(__name__)
-PROGRESS_BAR_FROM = 2000  # rows; fewer are done before one could read the bar
+PROGRESS_BAR_FROM = 2000  # rows; fewer are done too fast for a bar
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
 VERLS_ATTRIBUTES = {  # of RLHFDataset: the default where the data section has no such key
     "cache_dir": "~/.cache/verl/rlhf", "image_key": "images", "video_key": "videos", "image_patch_size": 14,
     "return_raw_chat": False, "return_full_prompt": False, "tool_config_path": None, "tool_schemas": None,
     "num_workers": 1, "use_shm": False, "chat_template_func": None, "need_tools_kwargs": False, "filter_prompts": True,
     "serialize_dataset": False, "return_multi_modal_inputs": True, "shuffle": None, "seed": None,
 }  # fmt: skip
-
-
 UNCALLED = {  # hooks of verl's RLHFDataset: the reason
     **dict.fromkeys(("process_vision_info", "process_multi_modal_info"), "the policy reads text"),
     "resume_dataset_state": "a resumed run reads the files anew, then state_dict and load_state_dict of a dataset",
@@ -75,7 +71,7 @@ class OverlongPrompt(ValueError):
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """`ids` without what exceeds `limit` on the named side: left, right or middle."""
+    """Returns `ids` without what exceeds `limit` on the named side: left, right or middle."""
     excess = max(len(ids) - limit, 0)
     start = {"left": 0, "middle": limit // 2, "right": limit}[side]
     return ids[:start] + ids[start + excess :]
@@ -91,7 +87,7 @@ class RLHFDataset(Dataset):
     A subclass may define verl's hooks, which are called in verl's order: `_download()`, which brings `data_files` here;
     `_read_files_and_tokenize()`, which sets `dataframe` and calls `maybe_filter_out_long_prompts(dataframe)`; then
     `_build_messages(row)` for each row, when it is measured and when it is given out. All prompts are measured at the
-    end, whichever hooks there are. One whose prompts are not in files passes `data_files=None`, brings `__len__`, and
+    end, whichever hooks there are. One whose prompts are not in files passes `data_files=None`, defines `__len__`, and
     returns `self.make_row({data.prompt_key: prompt, …}, i)` from `__getitem__(i)`.
 
     Args:
@@ -170,24 +166,24 @@ class RLHFDataset(Dataset):
         return [value_in(row, name) for row in rows]
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt before any cut; override for a format of your own."""
+        """Returns the token ids of a prompt before any cut; override for a format of your own."""
         return encode_prompt(prompt, self.tokenizer, **self.apply_chat_template_kwargs)
 
     def make_row(
         self, columns: Row, position: int, prompt_ids: list[int] | None = None, source: str | None = None
     ) -> Row:
-        """The row that `columns` make: what is missing is added, what is there stays.
+        """Returns the row that `columns` make: what is missing is added, what is there stays.
 
         The prompt is raw_prompt, where the row is one that was made before, or the column data.prompt_key. `prompt_ids`
         (or the column raw_prompt_ids, or input_ids with attention_mask) are encoded unless given; data.truncation cuts
         them. `source` is the dataset's name in messages; None: this class.
         """
         origin = Origin(source or type(self).__name__, position)
-        given = given_ids(columns) if prompt_ids is None else prompt_ids
+        own_ids = given_ids(columns) if prompt_ids is None else prompt_ids
         columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None
-        ids = self._encode(columns, origin, is_made) if given is None else [int(token) for token in given]
-        shows = given is None or is_made or self._prompt(columns) is not None
+        ids = self._encode(columns, origin, is_made) if own_ids is None else [int(token) for token in own_ids]
+        shows = own_ids is None or is_made or self._prompt(columns) is not None
         index = columns["extra_info"].get("index", columns.get("index"))
         return {
             **columns,
@@ -242,8 +238,8 @@ class RLHFDataset(Dataset):
         if not self.rows:
             raise ValueError(f"{type(self).__name__}: _read_files_and_tokenize left no rows in self.dataframe.")
         lengths = [len(ids) for ids in self.prompt_ids]
-        about = f"prompts of {min(lengths)} to {max(lengths)} tokens"
-        print_report(data_files, len(self.rows), about, self.left_out)
+        description = f"prompts of {min(lengths)} to {max(lengths)} tokens"
+        print_report(data_files, len(self.rows), description, self.left_out)
 
     def _measured(self) -> Table:
         if not self._is_measured:
@@ -252,31 +248,31 @@ class RLHFDataset(Dataset):
 
     def _measure(self, table: Table) -> Table:
         """Returns `table` with the tokens of all prompts, and without unusable rows and too long prompts."""
-        todo = [place for place, ids in enumerate(table.prompt_ids) if ids is None]
+        todo = [index for index, ids in enumerate(table.prompt_ids) if ids is None]
         unread, self.unread = self.unread, []
         bad, overlong = BadRows(len(todo) + len(unread), self.config.max_bad_fraction, unread), []
-        measured = Table(table.rows, table.origins, table.prompt_ids)
-        for place in track(todo, "tokenising prompts", disable=len(todo) < PROGRESS_BAR_FROM):
-            origin = table.origins[place]
+        result = Table(table.rows, table.origins, table.prompt_ids)
+        for index in track(todo, "tokenising prompts", disable=len(todo) < PROGRESS_BAR_FROM):
+            origin = table.origins[index]
             try:
-                measured.rows[place], length, measured.prompt_ids[place] = self._read(table.rows[place], origin)
+                result.rows[index], length, result.prompt_ids[index] = self._read(table.rows[index], origin)
             except OverlongPrompt:
                 raise
             except ValueError as error:
                 bad.add(BadRow(origin, str(error), cause=error))
                 continue
-            if measured.prompt_ids[place] is None:
+            if result.prompt_ids[index] is None:
                 overlong.append((origin, length))
         if todo or unread:
             bad.check()
         if overlong:
             report_overlong(overlong, len(todo) - len(bad.errors) + len(unread), self.max_prompt_length)
         self.num_filtered += len(overlong)
-        for found, places in zip(
+        for left_out, numbers in zip(
             self.left_out.values(), ([origin.place for origin, _ in overlong], bad.describe()), strict=True
         ):
-            found += places
-        return measured.select(place for place, ids in enumerate(measured.prompt_ids) if ids is not None)
+            left_out += numbers
+        return result.select(index for index, ids in enumerate(result.prompt_ids) if ids is not None)
 
     def _read(self, row: Row, origin: Origin) -> tuple[Row, int, np.ndarray | None]:
         """Returns a row's columns, and how many tokens its prompt has, and which; None: it is left out as too long."""
@@ -303,7 +299,7 @@ class RLHFDataset(Dataset):
         return ids
 
     def _fit(self, ids: list[int], origin: Origin) -> list[int]:
-        """`ids` cut to data.max_prompt_length as data.truncation says."""
+        """Returns `ids` cut to data.max_prompt_length as data.truncation says."""
         limit = self.max_prompt_length
         if len(ids) <= limit:
             return ids
@@ -313,7 +309,7 @@ class RLHFDataset(Dataset):
 
 
 def as_data_config(config: DataConfig | Mapping[str, Any] | None) -> DataConfig:
-    """Returns the data section that a mapping of verl's is, keys that are none of ours in `extras`."""
+    """Makes a data section of verl's mapping, with keys that are none of ours in `extras`."""
     if config is None or isinstance(config, Readable):
         return DataConfig() if config is None else config
     ours = {item.name for item in fields(DataConfig)}
@@ -322,7 +318,7 @@ def as_data_config(config: DataConfig | Mapping[str, Any] | None) -> DataConfig:
 
 
 def gives_rows_as_they_are(dataset: Dataset) -> bool:
-    """Whether rows come out of a dataset as they were read, and not by a method of the user's."""
+    """Says whether rows come out of a dataset as they were read, and not by a method of the user's."""
     return type(dataset).__getitem__ is RLHFDataset.__getitem__
 
 
@@ -335,7 +331,7 @@ def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: Data
 
 
 def report_overlong(overlong: list[tuple[Origin, int]], total: int, limit: int) -> None:
-    """Warns that these of `total` rows, with so many tokens each, are left out; raises ValueError if it is all."""
+    """Warns which of `total` rows are left out, with the tokens of each; raises ValueError if all are."""
     longer = f"longer than data.max_prompt_length={limit} tokens"
     if len(overlong) == total:
         raise ValueError(
@@ -347,7 +343,7 @@ def report_overlong(overlong: list[tuple[Origin, int]], total: int, limit: int) 
 
 
 def collate_fn(rows: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Columns of B rows: tensors stacked to [B, …], anything else an object array [B] whose elements stay as they are.
+    """Stacks the tensors of B rows to [B, …]; all else becomes an object array [B], with elements as they are.
 
     Raises:
         ValueError: a row lacks a column that others have, or tensors differ in shape; names the column.
@@ -391,7 +387,7 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
 ) -> Dataset:
-    """The dataset of `data_files`, of the configured class, which is given what its constructor names.
+    """Returns the dataset of `data_files`, of the configured class, which is given what its constructor names.
 
     Raises:
         ValueError: no files, or a constructor that cannot be called with what there is.
@@ -400,10 +396,10 @@ def create_rl_dataset(
     if data_files is None and dataset_class is RLHFDataset:
         raise ValueError("data.train_files is not set: name files (docs/data.md), or an environment by env.id.")
     key, kwargs = f"data.custom_cls.name={config.custom_cls.name}", config.custom_cls.kwargs
-    offered = {"data_files": data_files, "tokenizer": tokenizer, "processor": None, "config": config}
+    arguments = {"data_files": data_files, "tokenizer": tokenizer, "processor": None, "config": config}
     if max_samples != -1:
-        kwargs = {"max_samples": max_samples} | kwargs  # set, so not to be passed over
-    return bind(dataset_class, offered | {"max_samples": max_samples}, kwargs, key)()
+        kwargs = {"max_samples": max_samples} | kwargs  # the user has set it, so the class must accept it
+    return bind(dataset_class, arguments | {"max_samples": max_samples}, kwargs, key)()
 
 
 def check_says_something(prompt: Prompt) -> None:
@@ -415,5 +411,5 @@ def check_says_something(prompt: Prompt) -> None:
     texts = [message.get("content") for message in messages]
     if all(isinstance(text, str) and not text.strip() for text in texts):
         raise ValueError("the prompt is empty.")
-    if lone := LONE_SURROGATE.search("".join(text for text in texts if isinstance(text, str))):
-        raise ValueError(f"the prompt holds {lone[0]!r}, which is half a character: write it in full.")
+    if surrogate := LONE_SURROGATE.search("".join(text for text in texts if isinstance(text, str))):
+        raise ValueError(f"the prompt holds {surrogate[0]!r}, which is half a character: write it in full.")

@@ -36,10 +36,9 @@ RUN_COLUMNS = frozenset((
     "ref_log_prob", "values", "advantages", "returns", "loss_mask", "entropys", "sum_pi_squared", "reward_baselines",
     "rollout_is_weights", "drawn_row", "turn_ids", "episode", "episode_return", "success", "invalid_actions", "failure",
     "__num_turns__", "__messages__", "__reward_score__", "__agent_metrics__", "__environment__", "tool_call_counts",
-    "tool_failures",
-    "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results",
+    "tool_failures", "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results",
 ))  # fmt: skip
-NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns for which these stand in prompts:
+NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns that these stand for in prompts:
 PLACEHOLDERS = ("<image>", "<video>")
 ENDINGS_OF_DATASETS = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv", ".arrow")  # which the package `datasets` reads
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
@@ -68,8 +67,8 @@ class Origin(NamedTuple):
 class BadRow(ValueError):
     """A row that cannot be used; the message says where it stands and what is wrong."""
 
-    def __init__(self, origin: Origin, what: str, cause: Exception | None = None) -> None:
-        super().__init__(what)
+    def __init__(self, origin: Origin, problem: str, cause: Exception | None = None) -> None:
+        super().__init__(problem)
         self.origin = origin
         self.__cause__ = cause
 
@@ -80,7 +79,7 @@ Found = tuple[Origin, Row | BadRow]
 def read_rows(
     data_files: str | Path | Iterable[str | Path], bad: list[BadRow] | None = None
 ) -> list[tuple[Origin, Row]]:
-    """All rows of one or several sources, as plain python objects, in order.
+    """Reads all rows of one or several sources, as plain python objects, in order.
 
     A row without `prompt` gets it from `instruction` (and a text in `input` below it) or from `messages` (an answer at
     the end becomes `response`); one without `response` gets it from `output`. Rows that lack a column of others hold
@@ -106,7 +105,7 @@ def read_rows(
 
 
 def standard_names(row: Row) -> Row:
-    """`row` with `prompt` and `response`, where it spells them differently, as a run's samples do."""
+    """Returns `row` with `prompt` and `response`, where it spells them differently, as a run's samples do."""
     row = dict(row)
     if "gts" in row:
         row.setdefault("ground_truth", row["gts"])
@@ -128,22 +127,22 @@ def standard_names(row: Row) -> Row:
 
 
 def own_names(row: Row) -> Row:
-    """`row` with those of its columns that are called like one of `RUN_COLUMNS` under the name dataset_…."""
-    taken = row.keys() & RUN_COLUMNS
-    for name in sorted(taken):
+    """Returns `row` with those of its columns that are called like one of `RUN_COLUMNS` under the name dataset_…."""
+    clashing = row.keys() & RUN_COLUMNS
+    for name in sorted(clashing):
         notice_once(
             f"the run has a column {name!r} of its own: that of the data is called 'dataset_{name}' in batches."
         )
-    return beside(row, taken, "dataset") if taken else row
+    return beside(row, clashing, "dataset") if clashing else row
 
 
-def beside(columns: Mapping[str, Any], taken: Container[str], prefix: str) -> Row:
-    """Returns `columns`, those whose names are `taken` as PREFIX_NAME."""
-    return {f"{prefix}_{name}" if name in taken else name: value for name, value in columns.items()}
+def beside(columns: Mapping[str, Any], renamed: Container[str], prefix: str) -> Row:
+    """Returns `columns`, with PREFIX_ before the names in `renamed`."""
+    return {f"{prefix}_{name}" if name in renamed else name: value for name, value in columns.items()}
 
 
 def with_labels(row: Row, origin: Origin, truth_key: str = "ground_truth") -> Row:
-    """`row` with a dictionary as extra_info, and, if it says what is right, one with ground_truth as reward_model.
+    """Gives `row` a dictionary as extra_info and, if it has an answer, one with ground_truth as reward_model.
 
     Either may be given as JSON. The column `truth_key` counts where reward_model has none.
 
@@ -166,22 +165,22 @@ def kwargs_in(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class Encoded(list):
-    """Token ids of a prompt, with `said`, its repr: whether it was changed since."""
+    """Token ids of a prompt, with `prompt`, its repr, which tells whether it was changed since."""
 
-    def __init__(self, ids: list[int], said: str) -> None:
+    def __init__(self, ids: list[int], prompt: str) -> None:
         super().__init__(ids)
-        self.said = said
+        self.prompt = prompt
 
 
 def given_ids(columns: Row) -> Sequence[int] | None:
     """Returns the tokens that a row brings for its prompt, unless it was changed since: raw_prompt_ids, or what
     attention_mask leaves of input_ids, both tensors."""
-    given, ids, mask = (columns.get(name) for name in ("raw_prompt_ids", "input_ids", "attention_mask"))
-    if isinstance(given, Encoded) and given.said != repr(columns.get("raw_prompt")):
+    raw_ids, ids, mask = (columns.get(name) for name in ("raw_prompt_ids", "input_ids", "attention_mask"))
+    if isinstance(raw_ids, Encoded) and raw_ids.prompt != repr(columns.get("raw_prompt")):
         return None
-    if given is None and isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and ids.shape == mask.shape:
+    if raw_ids is None and isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and ids.shape == mask.shape:
         return ids[mask.bool()].tolist()
-    return given
+    return raw_ids
 
 
 def check_is_text(row: Row, key: str, origin: Origin) -> None:
@@ -193,11 +192,11 @@ def check_is_text(row: Row, key: str, origin: Origin) -> None:
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     kinds = [part.get("type", "text") for part in parts if isinstance(part, dict)]
     texts = [str(part.get("text", "") if isinstance(part, dict) else part) for part in parts]
-    found = [f"the column {name!r} is filled" for name in NO_TEXT if row.get(name)]
-    found += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds if kind != "text"]
-    found += [f"the column {key!r} holds {sign!r}" for sign in PLACEHOLDERS if any(sign in text for text in texts)]
-    if found:
-        raise ValueError(f"{origin}: {found[0]}, and models read text alone here: leave such rows out.")
+    media = [f"the column {name!r} is filled" for name in NO_TEXT if row.get(name)]
+    media += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds if kind != "text"]
+    media += [f"the column {key!r} holds {sign!r}" for sign in PLACEHOLDERS if any(sign in text for text in texts)]
+    if media:
+        raise ValueError(f"{origin}: {media[0]}, and models read text alone here: leave such rows out.")
 
 
 def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:
@@ -206,7 +205,7 @@ def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:
         with suppress(json.JSONDecodeError):
             value = json.loads(value)
     if not isinstance(value, dict | None):
-        bare = " A bare answer belongs into a column ground_truth." if name == "reward_model" else ""
+        bare = " A bare answer goes into a column ground_truth." if name == "reward_model" else ""
         raise ValueError(
             f"{origin}: {name} is {reprlib.repr(row[name])}; it must be a dictionary, or one written as JSON.{bare}"
         )
@@ -214,7 +213,7 @@ def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:
 
 
 def read_source(source: str | Path) -> Iterator[Found]:
-    """The rows of one entry of data.train_files, in order.
+    """Returns the rows of one entry of data.train_files, in order.
 
     Raises:
         FileNotFoundError: no such file, folder or data set.
@@ -234,7 +233,7 @@ def read_source(source: str | Path) -> Iterator[Found]:
     except FileNotFoundError as error:
         hub = f" For a data set of the hub, write datasets:{source}." if HUB_NAME.fullmatch(str(source)) else ""
         raise FileNotFoundError(f"data file {error} data.train_files and data.val_files name a run's.{hub}") from error
-    return (found for file in files for found in read_file(file))
+    return (row for file in files for row in read_file(file))
 
 
 @runtime_checkable
@@ -245,7 +244,7 @@ class HasColumns(Protocol):
 
 
 def column_of(dataset: Any, name: str) -> Sequence[Any]:
-    """A column of `dataset`, one value a row; dots lead into dictionaries; None where there is none.
+    """Returns a column of `dataset`, one value a row; dots lead into dictionaries; None where there is none.
 
     A dataset of another class that has no `column` is asked for row after row.
     """
@@ -255,7 +254,7 @@ def column_of(dataset: Any, name: str) -> Sequence[Any]:
 
 
 def value_in(row: Mapping[str, Any], name: str) -> Any:
-    """row["a"]["b"] for "a.b"; None where there is none."""
+    """Returns row["a"]["b"] for "a.b"; None where there is none."""
     value: Any = row
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -263,24 +262,25 @@ def value_in(row: Mapping[str, Any], name: str) -> Any:
 
 
 def read_file(path: Path) -> Iterator[Found]:
-    """The rows of one file, in order; raises ValueError for an unknown ending, or a file that is not what it says."""
+    """Reads the rows of one file, in order; raises ValueError for an unknown ending, or for what is not its format."""
     if path.suffix not in DATA_ENDINGS:
         raise ValueError(f"data file {path}: unknown ending {path.suffix!r}; known are {', '.join(DATA_ENDINGS)}.")
     try:
-        if path.suffix == ".parquet":  # not pandas, which makes floats of integers beside a null
+        if path.suffix == ".parquet":  # pandas would make floats of integers beside a null
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
             return ((Origin(str(path), number), row) for number, row in enumerate(rows))
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # Excel's and Notepad's mark of UTF-8
         if path.suffix == ".csv":
             return iter([*read_csv(str(path), content.decode())])
         with suppress(ValueError, RecursionError):
-            whole = json.loads(content)  # one array, or one object on as many lines as it likes
-            rows = whole if isinstance(whole, list) else [whole]
-            return iter([(at := Origin(str(path), number), checked(at, row)) for number, row in enumerate(rows)])
+            parsed = json.loads(content)  # one array, or one object on as many lines as it likes
+            rows = parsed if isinstance(parsed, list) else [parsed]
+            origins = [Origin(str(path), number) for number in range(len(rows))]
+            return iter([(origin, checked(origin, row)) for origin, row in zip(origins, rows, strict=True)])
         if content.lstrip().startswith(b"["):
             json.loads(content)  # raises
     except (pyarrow.ArrowException, csv.Error, OSError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"data file {path}: this is not {path.suffix[1:]} that can be read: {error}") from error
+        raise ValueError(f"data file {path}: it cannot be read as {path.suffix[1:]}: {error}") from error
     return read_json_lines(str(path), content)
 
 
@@ -310,8 +310,8 @@ def read_csv(file: str, text: str) -> Iterator[Found]:
     for number, cells in enumerate(filter(None, lines)):
         origin = Origin(file, number, lines.line_num)
         if len(cells) != len(names):
-            place = f"{file}, line {lines.line_num}"
-            yield origin, BadRow(origin, f"{place}: it has {len(cells)} cells, the first line names {len(names)}.")
+            line = f"{file}, line {lines.line_num}"
+            yield origin, BadRow(origin, f"{line}: it has {len(cells)} cells, the first line names {len(names)}.")
         else:
             yield origin, {name: cell_value(cell) for name, cell in zip(names, cells, strict=True)}
 
@@ -324,7 +324,7 @@ def cell_value(cell: str) -> Any:
 
 
 class BadRows:
-    """Rows that cannot be used, of `total`, first the `unread`; at most a share of `max_fraction` may be."""
+    """Collects rows of `total` that cannot be used, the `unread` first; a share of `max_fraction` is allowed."""
 
     def __init__(self, total: int, max_fraction: float, unread: Iterable[BadRow] = ()) -> None:
         self.total, self.allowed = total, int(total * max_fraction)
@@ -347,24 +347,24 @@ class BadRows:
         """Raises ValueError if there are too many; names the first ones and the remedy."""
         if len(self.errors) <= self.allowed and len(self.errors) < self.total:
             return
-        first, *others = self.errors
+        first, *following = self.errors
         remedy = f"Mend it ({first.origin.place}), or let a share of such rows be left out: data.max_bad_fraction=0.01."
         if self.allowed:
             remedy = f"That is more than data.max_bad_fraction={self.max_fraction} of {self.total} rows."
-        if others:
-            listed = "".join(f"\n  {error}" for error in others[: SHOWN_BAD - 1])
+        if following:
+            listed = "".join(f"\n  {error}" for error in following[: SHOWN_BAD - 1])
             remedy = f"Of the rows read so far {len(self.errors)} cannot be used. {remedy} The next ones:{listed}"
         raise ValueError(f"{first} {remedy}") from (first.__cause__ or first)
 
 
-def print_report(sources: Any, kept: int, about: str, left_out: dict[str, list[str]]) -> None:
-    """Prints how many rows of `sources` are used, what they are `about`, and why others are not: words for each row."""
+def print_report(sources: Any, used: int, description: str, left_out: dict[str, list[str]]) -> None:
+    """Prints how many rows of `sources` are used, their `description`, and why others are not: words for each row."""
     names = ", ".join(map(str, [sources] if isinstance(sources, str | Path) else sources))
-    print(f"{names}: {kept} of {kept + sum(map(len, left_out.values()))} rows\n  {about}")
-    for reason, found in left_out.items():
-        if found:
-            listed = "; ".join(found[:SHOWN]) + "; …" * (len(found) > SHOWN)
-            print(f"  left out, {reason}: {len(found)} ({listed})")
+    print(f"{names}: {used} of {used + sum(map(len, left_out.values()))} rows\n  {description}")
+    for reason, words in left_out.items():
+        if words:
+            listed = "; ".join(words[:SHOWN]) + "; …" * (len(words) > SHOWN)
+            print(f"  left out, {reason}: {len(words)} ({listed})")
 
 
 def filled_columns(row: Row) -> str:
@@ -378,12 +378,12 @@ def report_overlap(
 ) -> None:
     """Counts the rows of `held_out` whose prompt, as token ids, is that of a trained row too, in a notice."""
     seen = {np.asarray(ids, dtype=np.int32).tobytes() for ids in trained}
-    places = [place for place, ids in enumerate(held_out) if np.asarray(ids, dtype=np.int32).tobytes() in seen]
-    if places:
-        shown = repr(tokenizer.decode(held_out[places[0]], skip_special_tokens=True)[:SHOWN_TEXT])
+    repeated = [row for row, ids in enumerate(held_out) if np.asarray(ids, dtype=np.int32).tobytes() in seen]
+    if repeated:
+        shown = repr(tokenizer.decode(held_out[repeated[0]], skip_special_tokens=True)[:SHOWN_TEXT])
         notice(
-            f"the prompts of {plural(len(places), 'row')} of {len(held_out)} in data.val_files are in data.train_files "
-            f"too, the first is row {places[0]}: {shown}. Take them out of one of the two."
+            f"the prompts of {plural(len(repeated), 'row')} of {len(held_out)} in data.val_files are in "
+            f"data.train_files too, the first is row {repeated[0]}: {shown}. Take them out of one of the two."
         )
 
 

@@ -85,7 +85,7 @@ class AbstractCurriculumSampler(AbstractSampler):
 
 
 def hears_metrics(sampler: AbstractSampler) -> bool:
-    """Whether a sampler's `update` is that of (indices, metrics), not that of (batch).
+    """Says whether a sampler's `update` is that of (indices, metrics), not that of (batch).
 
     Raises:
         ValueError: it is neither.
@@ -139,7 +139,7 @@ class MixtureSampler(RandomSampler):
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> AbstractSampler:
-    """The sampler data.sampler names, one that mixes by data.source_weights, a random (data.shuffle) or sequential one.
+    """Makes the sampler that data.sampler names, or that mixes by data.source_weights, or a random or sequential one.
 
     Args:
         seed: trainer.seed; data.seed, where set, comes first.
@@ -156,8 +156,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
             raise ValueError(
                 f"data.sampler.class_path={chosen.class_path} and data.source_weights are both set: take one back."
             )
-        given = {"data_source": dataset, "data_config": data_config}
-        sampler = bind(sampler_class, given, chosen.kwargs, f"{key}={chosen.class_name}")()
+        arguments = {"data_source": dataset, "data_config": data_config}
+        sampler = bind(sampler_class, arguments, chosen.kwargs, f"{key}={chosen.class_name}")()
         hears_metrics(sampler)  # or raises
         return sampler
     if data_config.source_weights:
@@ -201,12 +201,12 @@ class PromptLoader:
         self._rest = self._positions(self.num_rows)
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Returns the number of batches in an epoch."""
         full, rest = divmod(epoch_rows(self.dataset, self.sampler, self.left_out), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def next_batch(self) -> dict[str, torch.Tensor | np.ndarray]:
-        """The next batch, of the next epoch where this one has no more."""
+        """Returns the next batch, of the next epoch where this one has no more."""
         positions = self._take(self._rest)
         if not positions:
             self.epoch, self.index, self.num_rows = self.epoch + 1, 0, len(self.dataset)
@@ -224,13 +224,13 @@ class PromptLoader:
             yield self._collate(positions)
 
     def row(self, position: int) -> Row:
-        """A row of the dataset, as batches hold it."""
+        """Returns a row of the dataset, as batches hold it."""
         if position >= len(self.dataset):
             raise ValueError(f"row {position} of {len(self.dataset)}: a dataset may grow in a run, but not shrink.")
         return self.make_row(self.dataset[position], position)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the states of a dataset and a sampler that have their own."""
+        """Returns the position, and the states of a dataset and a sampler that have their own."""
         parts = {"dataset": self.dataset, "sampler": self.sampler}
         states = {name: part.state_dict() for name, part in parts.items() if isinstance(part, Stateful)}
         return {"epoch": self.epoch, "index": self.index, "num_rows": self.num_rows, **states}
@@ -261,9 +261,9 @@ class PromptLoader:
         return (position for position in self.sampler if position not in self.left_out)
 
     def _take(self, positions: Iterator[int]) -> list[int]:
-        """The positions of the next batch; [] at the end of the epoch."""
-        taken = list(islice(positions, self.batch_size))
-        return [] if self.drop_last and len(taken) < self.batch_size else taken
+        """Returns the positions of the next batch; [] at the end of the epoch."""
+        batch = list(islice(positions, self.batch_size))
+        return [] if self.drop_last and len(batch) < self.batch_size else batch
 
     def _collate(self, positions: list[int]) -> dict[str, torch.Tensor | np.ndarray]:
         return collate_fn([{**self.row(position), "dataset_position": position} for position in positions])
@@ -293,34 +293,34 @@ def fitting_batch_size(settings: DataConfig, rows: int) -> int:
 def mixed_order(
     sources: Sequence[Hashable], weights: Mapping[str, float], rng: np.random.Generator, shuffle: bool = True
 ) -> list[int]:
-    """Positions of rows, as many as there are, those of each source as often as `weights` says (in proportion).
+    """Orders as many positions as there are rows, those of each source as often as `weights` says (in proportion).
 
     Each source's rows come evenly spread over the order, each once before any comes twice.
 
     Raises:
         ValueError: a source of the data has no weight, a weight no source, or one is negative or all are 0.
     """
-    places: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for position, source in enumerate(sources):
-        places.setdefault(str(source or "unknown"), []).append(position)
-    given = {str(source): float(weight) for source, weight in weights.items()}
-    if given.keys() != places.keys() or min(given.values()) < 0 or max(given.values()) == 0:
+        positions.setdefault(str(source or "unknown"), []).append(position)
+    weight_of = {str(source): float(weight) for source, weight in weights.items()}
+    if weight_of.keys() != positions.keys() or min(weight_of.values()) < 0 or max(weight_of.values()) == 0:
         raise ValueError(
-            f"data.source_weights={given} must hold a number from 0 (never) up for each source of the data, one of "
-            f"them above 0; the sources (column data.reward_fn_key) are {', '.join(sorted(places))}."
+            f"data.source_weights={weight_of} must hold a number from 0 (never) up for each source of the data, one of "
+            f"them above 0; the sources (column data.reward_fn_key) are {', '.join(sorted(positions))}."
         )
     draws = []
-    for source, count in shares(given, len(sources)).items():
-        cycles = -(-count // len(places[source]))
-        rows = [rng.permutation(places[source]) if shuffle else np.array(places[source]) for _ in range(cycles)]
+    for source, count in shares(weight_of, len(sources)).items():
+        cycles = -(-count // len(positions[source]))
+        rows = [rng.permutation(positions[source]) if shuffle else np.array(positions[source]) for _ in range(cycles)]
         times = (np.arange(count) + rng.random()) / max(count, 1)
         draws += zip(times, np.concatenate([*rows, np.array([], int)])[:count].tolist(), strict=True)
     return [position for _, position in sorted(draws)]
 
 
 def shares(weights: Mapping[str, float], total: int) -> dict[str, int]:
-    """Whole numbers in proportion to `weights` that sum to `total` (largest remainder)."""
+    """Returns whole numbers in proportion to `weights` that sum to `total` (largest remainder)."""
     exact = {name: total * weight / sum(weights.values()) for name, weight in weights.items()}
     counts = {name: int(share) for name, share in exact.items()}
-    by_rest = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
-    return counts | {name: counts[name] + 1 for name in by_rest[: total - sum(counts.values())]}
+    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    return counts | {name: counts[name] + 1 for name in by_remainder[: total - sum(counts.values())]}

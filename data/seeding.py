@@ -16,7 +16,7 @@ import torch
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """A seed in [0, 2**63) for the purpose `names`: the same in every process, machine and Python version.
+    """Returns a seed in [0, 2**63) for the purpose `names`: the same in every process, machine and Python version.
 
     Different names (1 and "1", ("a", "b") and ("ab",)) give unrelated seeds.
     """
@@ -25,12 +25,12 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
 
 def torch_generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A torch generator on `device` for the purpose `names`, freshly seeded at each call."""
+    """Returns a torch generator on `device` for the purpose `names`, freshly seeded at each call."""
     return torch.Generator(device).manual_seed(derive_seed(seed, *names))
 
 
 def numpy_generator(seed: int, *names: str | int) -> np.random.Generator:
-    """A numpy generator for the purpose `names`, freshly seeded at each call."""
+    """Returns a numpy generator for the purpose `names`, freshly seeded at each call."""
     return np.random.default_rng(derive_seed(seed, *names))
 
 
@@ -44,16 +44,16 @@ def seed_everything(seed: int) -> None:
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
     """Seeds the global generators for the body, and then restores them: users' code draws the same behind Ray."""
-    before = rng_state()
+    state = rng_state()
     seed_everything(seed)
     try:
         yield
     finally:
-        set_rng_state(before)
+        set_rng_state(state)
 
 
 def rng_state() -> dict[str, Any]:
-    """State of this process's global generators, in plain types."""
+    """Returns the state of this process's global generators, in plain types."""
     name, keys, *position = np.random.get_state()
     return {
         "python": random.getstate(),

@@ -1,4 +1,4 @@
-"""Sequence lengths to balanced parts: shards of equal work, micro-batches that fit a token budget.
+"""Cuts rows into balanced parts by their lengths: shards of equal work, micro-batches that fit a token budget.
 
 Pure functions over python lists of lengths. Parts are lists of row indices. Moving the rows themselves, and agreeing
 on the number of micro-batches among ranks, is left to the callers.
@@ -14,12 +14,12 @@ import numpy as np
 
 
 def ceildiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 def calculate_workload(seqlen: int) -> int:
-    """Cost of a sequence of `seqlen` tokens, in arbitrary units: linear for matrix products, squared for attention.
+    """Estimates the cost of a sequence of `seqlen` tokens: linear for matrix products, squared for attention.
 
     The ratio is verl's, of a 7B model with hidden size 4096: both parts weigh the same at 24,576 tokens.
     """
@@ -36,7 +36,7 @@ class _Set(NamedTuple):
 
 
 def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Largest differencing: k parts of nearly equal sums, as lists of indices, the largest sum first.
+    """Partitions by largest differencing: k parts of nearly equal sums, as lists of indices, the largest sum first.
 
     Source: Karmarkar & Karp, "The Differencing Method of Set Partitioning", 1982 (here its k-way form).
 
@@ -47,35 +47,35 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     items = [_Set(value, 1, index, index) for value, index in sorted((v, i) for i, v in enumerate(seqlen_list))]
     size = k_partitions if equal_size else 1
     assert len(items) % size == 0, f"{len(items)} items do not divide into {k_partitions} equal parts"
-    heap = [_state(items[start : start + size], k_partitions) for start in range(0, len(items), size)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        *_, one = heapq.heappop(heap)
-        *_, other = heap[0]
-        heapq.heapreplace(heap, _state(_merge(one, other, k_partitions, following), k_partitions))
-    *_, sets = heap[0]
+    states = [_state(items[start : start + size], k_partitions) for start in range(0, len(items), size)]
+    heapq.heapify(states)
+    while len(states) > 1:
+        *_, largest = heapq.heappop(states)
+        *_, second = states[0]
+        heapq.heapreplace(states, _state(_merge(largest, second, k_partitions, following), k_partitions))
+    *_, sets = states[0]
     return [_items(part, following) for part in reversed(sets)] + [[] for _ in range(k_partitions - len(sets))]
 
 
 def _state(sets: list[_Set], k: int) -> tuple[int, int, int, int, list[_Set]]:
-    """A division of some of the items into k sets, the smallest first and empty ones left out; before it, what puts the
-    state of the largest spread first, the larger leading set breaking ties."""
+    """Puts a sort key before a division of some items into k sets, the smallest first and empty ones left out: the
+    largest spread comes first, the larger leading set breaking ties."""
     smallest, largest = sets[0].total if len(sets) == k else 0, sets[-1]
     return smallest - largest.total, -largest.total, -largest.count, -largest.first, sets
 
 
-def _merge(one: list[_Set], other: list[_Set], k: int, following: list[int]) -> list[_Set]:
-    """The smallest set of one joins the largest of the other, and so on: what is met by an empty one stays itself."""
-    met = max(0, len(one) + len(other) - k)
+def _merge(left: list[_Set], right: list[_Set], k: int, following: list[int]) -> list[_Set]:
+    """Joins the smallest set of one with the largest of the other, and so on; what meets an empty one stays itself."""
+    overlap = max(0, len(left) + len(right) - k)
     joined = []
-    for a, b in zip(one[:met], reversed(other[:met]), strict=True):
+    for a, b in zip(left[:overlap], reversed(right[:overlap]), strict=True):
         following[a.last] = b.first
         joined.append(_Set(a.total + b.total, a.count + b.count, a.first, b.last))
-    rest, added = one[met:], joined + other[met:]
-    if len(added) == 1:  # most often
-        insort(rest, added[0])
+    rest, changed = left[overlap:], joined + right[overlap:]
+    if len(changed) == 1:  # most often
+        insort(rest, changed[0])
         return rest
-    return sorted(rest + added)
+    return sorted(rest + changed)
 
 
 def _items(part: _Set, following: list[int]) -> list[int]:
@@ -86,7 +86,7 @@ def _items(part: _Set, following: list[int]) -> list[int]:
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """k parts of nearly equal sums: every index once, none empty, indices ascending inside a part."""
+    """Returns k parts of nearly equal sums: every index once, none empty, indices ascending inside a part."""
     assert len(seqlen_list) >= k_partitions, f"{len(seqlen_list)} items cannot fill {k_partitions} parts"
     if k_partitions == 1:
         return [list(range(len(seqlen_list)))]
@@ -97,7 +97,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 
 
 def neighbour_shares(workloads: Sequence[int], count: int) -> list[slice]:
-    """`count` consecutive shares of about equal work: a row belongs where its middle lies. Some may be empty."""
+    """Cuts rows into `count` consecutive shares of about equal work, each where its middle lies. Some may be empty."""
     ends = np.cumsum(workloads, dtype=float)
     middles = ends - np.asarray(workloads) / 2
     edges = np.searchsorted(middles, sum(workloads) * np.arange(1, count) / count)
@@ -140,11 +140,11 @@ def micro_batch_indices(
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> int:
-    """Number of parts that best-fit decreasing fills: near the fewest possible, so the search above ends soon."""
+    """Counts the parts that best-fit decreasing fills: near the fewest possible, so the search above ends soon."""
     rooms: list[int] = []  # ascending
     for length in sorted(lengths, reverse=True):
-        place = bisect_left(rooms, length)
-        room = rooms.pop(place) if place < len(rooms) else capacity
+        index = bisect_left(rooms, length)
+        room = rooms.pop(index) if index < len(rooms) else capacity
         insort(rooms, room - length)
     return len(rooms)
 

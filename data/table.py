@@ -64,7 +64,7 @@ class Table:
                 "rows as dictionaries."
             )
         rows = [standard_names(dict(row)) for row in rows]
-        return cls(rows, [Origin(name, place) for place in range(len(rows))])
+        return cls(rows, [Origin(name, index) for index in range(len(rows))])
 
     @classmethod
     def from_list(cls, rows: Sequence[Row]) -> "Table":
@@ -88,19 +88,19 @@ class Table:
     def __iter__(self) -> Iterator[Row]:
         return map(deepcopy, self.rows)
 
-    def __getitem__(self, place: int | str | slice) -> Any:
-        if isinstance(place, str):
-            return deepcopy([row.get(place) for row in self.rows])
-        if isinstance(place, slice):
-            return {name: deepcopy([row.get(name) for row in self.rows[place]]) for name in self.column_names}
-        return deepcopy(self.rows[place])
+    def __getitem__(self, key: int | str | slice) -> Any:
+        if isinstance(key, str):
+            return deepcopy([row.get(key) for row in self.rows])
+        if isinstance(key, slice):
+            return {name: deepcopy([row.get(name) for row in self.rows[key]]) for name in self.column_names}
+        return deepcopy(self.rows[key])
 
     def to_list(self) -> list[Row]:
         return [*self]
 
     def select(self, indices: Iterable[int], **ignored: Any) -> "Table":
-        places = [int(place) for place in indices]
-        return Table(*([part[place] for place in places] for part in self.parts))
+        rows = [int(row) for row in indices]
+        return Table(*([part[row] for row in rows] for part in self.parts))
 
     def shuffle(self, seed: int | None = None, **ignored: Any) -> "Table":
         return self.select(np.random.default_rng(seed).permutation(len(self)))
@@ -108,7 +108,7 @@ class Table:
     def filter(self, function: Callable[..., Any], with_indices: bool = False, **options: Any) -> "Table":
         """Keeps the rows of which `function(row)` is true."""
         kwargs = self._arguments("filter", options)
-        return self.select(place for place, row in enumerate(self) if function(row, *[place] * with_indices, **kwargs))
+        return self.select(index for index, row in enumerate(self) if function(row, *[index] * with_indices, **kwargs))
 
     def map(
         self,
@@ -120,9 +120,9 @@ class Table:
         """Lays what `function(row)` returns over each row, without the columns that are removed."""
         removed = {remove_columns} if isinstance(remove_columns, str) else set(remove_columns or ())
         kwargs, rows = self._arguments("map", options), []
-        for place, row in enumerate(self):
-            made = function(row, *[place] * with_indices, **kwargs)
-            rows.append({name: value for name, value in row.items() if name not in removed} | dict(made or {}))
+        for index, row in enumerate(self):
+            result = function(row, *[index] * with_indices, **kwargs)
+            rows.append({name: value for name, value in row.items() if name not in removed} | dict(result or {}))
         return Table(rows, self.origins)
 
     def remove_columns(self, column_names: str | Sequence[str]) -> "Table":

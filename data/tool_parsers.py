@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer: found, read, and, where they are malformed, explained to the policy.
+"""Finds and reads calls of tools in an answer's text, and explains malformed ones to the policy.
 
 A parser never raises, whatever the text is. `ToolParser.get_tool_parser(name)` finds one;
 `@ToolParser.register("mine")` above a subclass adds one of yours (actor_rollout_ref.model.external_lib names its file).
@@ -82,7 +82,7 @@ class ToolParser:
         """Reads an answer. Calls of tools that do not exist, or with wrong arguments, are calls nevertheless."""
         ids = self.tokenizer.encode(answer, add_special_tokens=False)
         tools = [[*schemas.values()]] if "tools" in signature(self.extract_tool_calls).parameters else []
-        with ThreadPoolExecutor(1) as thread:  # in this one a loop may run already
+        with ThreadPoolExecutor(1) as thread:  # a loop may run in this thread already
             text, calls = thread.submit(asyncio.run, self.extract_tool_calls(ids, *tools)).result()
         parsed = ParsedAnswer(text)
         for call in calls:
@@ -95,7 +95,7 @@ class ToolParser:
         return parsed.text, [FunctionCall(call.name, json.dumps(call.arguments)) for call in parsed.calls]
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A call as an answer writes it: for demonstrations."""
+        """Writes a call as an answer does: for demonstrations."""
         raise NotImplementedError(f"{type(self).__name__} defines no write(name, arguments)")
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
@@ -148,21 +148,21 @@ class PlainParser(ToolParser):
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
         text, parsed = [], ParsedAnswer("")
         for line in answer.split("\n"):
-            begun = self.BEGUN.match(line)
+            start = self.BEGUN.match(line)
             if call := self.CALL.fullmatch(line):
                 self._add(parsed, call[1], call[2], schemas)
-            elif begun and begun[1] in schemas:
-                parsed.errors.append(f"the call of {begun[1]} must be a line of its own that ends in )")
+            elif start and start[1] in schemas:
+                parsed.errors.append(f"the call of {start[1]} must be a line of its own that ends in )")
             else:
                 text.append(line)
         return ParsedAnswer("\n".join(text).strip(), parsed.calls, parsed.errors)
 
     def _add(self, parsed: ParsedAnswer, name: str, content: str, schemas: Schemas) -> None:
         names = [*schemas[name]["function"]["parameters"]["properties"]] if name in schemas else []
-        whole = read_json(content)
+        value = read_json(content)
         values = read_json(f"[{content}]")
-        if isinstance(whole, dict) and names and whole.keys() <= set(names):
-            parsed.calls.append(ToolCall(name, whole))
+        if isinstance(value, dict) and names and value.keys() <= set(names):
+            parsed.calls.append(ToolCall(name, value))
         elif len(names) < 2:  # none: the tool is unknown, or takes nothing
             parsed.calls.append(ToolCall(name, {names[0]: content} if names else {}))
         elif isinstance(values, list) and len(values) <= len(names):

@@ -1,4 +1,4 @@
-"""Tools that a policy may call: what one is, verl's lifecycle of it, and plain functions as tools.
+"""Defines the tools that a policy may call: verl's lifecycle of one, and plain functions as tools.
 
 A tool is described to the policy by a schema in OpenAI's function format. It comes from a yaml, from its class, or from
 the type hints and the docstring of a function. `load_tools` loads them, data/tool_parsers.py reads calls of them, and
@@ -53,9 +53,9 @@ class ToolSchema(dict):
         return deepcopy(dict(self))
 
 
-def schema_of_text(name: str, description: str, argument: str, about: str) -> ToolSchema:
+def schema_of_text(name: str, description: str, argument: str, argument_description: str) -> ToolSchema:
     """Returns the schema of a tool with one argument, a text."""
-    parameters = {"type": "object", "properties": {argument: {"type": "string", "description": about}}}
+    parameters = {"type": "object", "properties": {argument: {"type": "string", "description": argument_description}}}
     parameters["required"] = [argument]
     return ToolSchema(type="function", function={"name": name, "description": description, "parameters": parameters})
 
@@ -112,9 +112,9 @@ class BaseTool:
         self.queue: Any = self  # tools of one queue share max_concurrent
 
     def settings(self, **defaults: Any) -> dict[str, Any]:
-        """`config` over these defaults; raises ValueError for a key that is none of theirs."""
-        if strangers := sorted(self.config.keys() - defaults.keys() - {"type"}):
-            raise ValueError(f"config has the keys {strangers}; it may have {', '.join(defaults)}.")
+        """Returns `config` over these defaults; raises ValueError for a key that is none of theirs."""
+        if unknown := sorted(self.config.keys() - defaults.keys() - {"type"}):
+            raise ValueError(f"config has the keys {unknown}; it may have {', '.join(defaults)}.")
         return defaults | self.config
 
     def get_openai_tool_schema(self) -> Mapping[str, Any] | None:
@@ -140,8 +140,7 @@ class BaseTool:
 
 @dataclass(eq=False)
 class AgentData:
-    """An episode as tools see it that ask for `agent_data`: verl's class of this name, whose arguments are given by
-    name.
+    """An episode as tools that ask for `agent_data` see it: verl's class of this name, with arguments by name.
 
     Attributes:
         messages: the conversation so far, the answer with the call included.
@@ -216,7 +215,7 @@ def function_tool(
 
 
 def as_result(result: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Returns the response, the reward and the metrics that a function's result is; of most it is all a response."""
+    """Splits a function's result into response, reward and metrics; most results are a response alone."""
     parts = (*result, None, None)[:3] if isinstance(result, tuple | list) and 1 <= len(result) <= 3 else ()
     match parts:
         case (str() | dict() | ToolResponse(), int() | float() | None, dict() | None):
@@ -235,8 +234,8 @@ def as_response(result: Any) -> ToolResponse:
 
 
 def as_reward(value: Any) -> float:
-    """The reward that a tool gave: a number, the sum of a list, 0 for None. Texts in a list count for nothing, as
-    verl's SearchTool keeps what it has found there.
+    """Returns the reward that a tool gave: a number, the sum of a list, 0 for None. Texts in a list count for nothing,
+    as verl's SearchTool keeps what it has found there.
 
     Raises:
         ValueError, TypeError: it is none of these.
@@ -247,7 +246,7 @@ def as_reward(value: Any) -> float:
 
 
 def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
-    """`schema` with what may be left out ("parameters": none; "description": "").
+    """Returns `schema` with what may be left out ("parameters": none; "description": "").
 
     Raises:
         ValueError: it is not in OpenAI's function format; says what and where.
@@ -261,20 +260,20 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
                 f"the tool schema {json.dumps(schema, default=str)[:200]} is not in OpenAI's format: {example}."
             )
     empty = {"type": "object", "properties": {}, "required": []}
-    given = function.get("parameters") or {}
-    parameters = empty | ({"type": None} | given if given else {})
+    declared = function.get("parameters") or {}
+    parameters = empty | ({"type": None} | declared if declared else {})
     parameters["required"] = list(parameters["required"] or [])
-    where = f"the schema of the tool {name!r}: parameters"
+    subject = f"the schema of the tool {name!r}: parameters"
     if parameters["type"] != "object" or not isinstance(parameters["properties"], Mapping):
-        raise ValueError(f"{where} must have type: object, and properties, a mapping of names, not {parameters}.")
-    for key, described in parameters["properties"].items():
-        if not isinstance(described, Mapping) or any(kind not in [*JSON_TYPES, "null"] for kind in types_of(described)):
+        raise ValueError(f"{subject} must have type: object, and properties, a mapping of names, not {parameters}.")
+    for key, value in parameters["properties"].items():
+        if not isinstance(value, Mapping) or any(kind not in [*JSON_TYPES, "null"] for kind in types_of(value)):
             raise ValueError(
-                f"{where}.properties.{key} is {described}; it must be a mapping, with types of "
+                f"{subject}.properties.{key} is {value}; it must be a mapping, with types of "
                 f"{', '.join(JSON_TYPES)} and null."
             )
     if unknown := sorted(set(parameters["required"]) - set(parameters["properties"])):
-        raise ValueError(f"{where}.required names {unknown}, which properties does not: describe them there.")
+        raise ValueError(f"{subject}.required names {unknown}, which properties does not: describe them there.")
     function = {"name": name, "description": function.get("description") or "", "parameters": parameters} | {
         key: value for key, value in function.items() if key not in ("name", "description", "parameters")
     }
@@ -282,7 +281,7 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
 
 
 def checked_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as the schema types them: a number written as text becomes one, and the reverse.
+    """Returns the arguments of a call as the schema types them: a number written as text becomes one, and the reverse.
 
     Raises:
         ValueError: one is missing, unknown, of the wrong type or not among the allowed; a sentence for the policy.
@@ -296,27 +295,27 @@ def checked_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -
     return {name: _as_typed(name, value, known[name]) for name, value in arguments.items()}
 
 
-def _as_typed(name: str, value: Any, described: Mapping[str, Any]) -> Any:
-    kinds = types_of(described)
-    if not kinds or (value is None and (described.get("nullable") or "null" in kinds)):
+def _as_typed(name: str, value: Any, property_schema: Mapping[str, Any]) -> Any:
+    kinds = types_of(property_schema)
+    if not kinds or (value is None and (property_schema.get("nullable") or "null" in kinds)):
         return value
-    kinds = sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ())))  # what it is already
-    found = next((typed for kind in kinds if (typed := as_type(value, kind)) is not None), None)
-    if found is None:
+    kinds = sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ())))  # its own type comes first
+    result = next((typed for kind in kinds if (typed := as_type(value, kind)) is not None), None)
+    if result is None:
         raise ValueError(f"the argument {name!r} must be of type {' or '.join(kinds)}")
-    if "enum" in described and found not in described["enum"]:
-        raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, described['enum']))}")
-    return found
+    if "enum" in property_schema and result not in property_schema["enum"]:
+        raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, property_schema['enum']))}")
+    return result
 
 
-def types_of(described: Mapping[str, Any]) -> list[str]:
+def types_of(property_schema: Mapping[str, Any]) -> list[str]:
     """Lists the JSON types that a property may have; []: any."""
-    kinds = described.get("type") or []
+    kinds = property_schema.get("type") or []
     return kinds if isinstance(kinds, list) else [kinds]
 
 
 def as_type(value: Any, kind: str) -> Any:
-    """`value` as one of a JSON type, read from a text or written as one if need be; None: it cannot be."""
+    """Returns `value` as one of a JSON type, read from a text or written as one if need be; None: it cannot be."""
     if isinstance(value, str) and kind not in ("string", "null"):
         read = read_json(value)
         value = read if isinstance(read, JSON_TYPES[kind]) else value
@@ -329,34 +328,32 @@ def as_type(value: Any, kind: str) -> Any:
 
 
 def function_schema(function: Callable, name: str | None = None) -> dict[str, Any]:
-    """OpenAI's function schema: types from the hints, texts from the docstring (Google's or Sphinx's), by transformers.
+    """Makes OpenAI's function schema: types from the hints, texts from the docstring (Google's or Sphinx's).
 
     Raises:
         ValueError: no docstring, a parameter without a hint or with one that JSON has no type for; says the remedy.
     """
     from transformers.utils import chat_template_utils as made_by
 
-    place = f"the tool {function.__name__} ({inspect.getsourcefile(function)})"
+    tool = f"the tool {function.__name__} ({inspect.getsourcefile(function)})"
     doc = re.sub(r"^(\s*\w+) *\([^)\n]*\):", r"\1:", inspect.getdoc(function) or "", flags=re.M)  # days (int): how many
     texts = dict(re.findall(r":param (\w+): *(.*)", doc)) | made_by.parse_google_format_docstring(doc)[1]
     description = re.split(r"\n\n|^\s*(?:\w+:\s*$|:param)", doc, maxsplit=1, flags=re.M)[0]
     if not description.strip():
-        raise ValueError(f"{place} has no docstring: its first sentence is what tells the policy what the tool is for.")
+        raise ValueError(f"{tool} has no docstring: its first sentence is what tells the policy what the tool is for.")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{place}, parameter {parameter.name}: it cannot be called by name: spell it out.")
+            raise ValueError(f"{tool}, parameter {parameter.name}: it cannot be called by name: spell it out.")
         if parameter.annotation is parameter.empty:
-            raise ValueError(f"{place}, parameter {parameter.name} has no type hint: give it one of {SUPPORTED}.")
+            raise ValueError(f"{tool}, parameter {parameter.name} has no type hint: give it one of {SUPPORTED}.")
     try:
         parameters = made_by._convert_type_hints_to_json_schema(function)
     except (made_by.TypeHintParsingException, NameError, TypeError) as error:
-        raise ValueError(f"{place}: {error}, which no JSON type stands for: use one of {SUPPORTED}.") from error
+        raise ValueError(f"{tool}: {error}, which no JSON type stands for: use one of {SUPPORTED}.") from error
     parameters["properties"].pop("return", None)
     for key, described in parameters["properties"].items():
         if described.get("type") == "object" and "dict" not in (hint := str(function.__annotations__[key]).lower()):
-            raise ValueError(
-                f"{place}, parameter {key}: {hint}, which no JSON type stands for: use one of {SUPPORTED}."
-            )
+            raise ValueError(f"{tool}, parameter {key}: {hint}, which no JSON type stands for: use one of {SUPPORTED}.")
         described |= {"description": texts[key]} if key in texts else {}
     described = {"name": name or function.__name__, "description": " ".join(description.split())}
     return {"type": "function", "function": described | {"parameters": {"required": []} | parameters}}
@@ -378,8 +375,8 @@ def load_tools(settings: MultiTurnConfig) -> dict[str, BaseTool]:
     if path := files.get("environment_factory"):
         tools += find("source", "factory", f"{KEY}.environment_factory")(path).tools()
     names = [tool.name for tool in tools]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{' and '.join(files.values())}: two tools are called {twice[0]!r}: rename one.")
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{' and '.join(files.values())}: two tools are called {duplicates[0]!r}: rename one.")
     return dict(zip(names, tools, strict=True))
 
 
@@ -389,7 +386,7 @@ def tools_of_functions(path: str) -> list[FunctionTool]:
     functions = {name: value for name, value in vars(module).items() if isinstance(value, types.FunctionType)}
     if marked := [vars(function)[TOOL_MARK] for function in functions.values() if TOOL_MARK in vars(function)]:
         return marked
-    own = [it for name, it in functions.items() if it.__module__ == module.__name__ and not name.startswith("_")]
-    if not own:
+    names = [name for name in functions if functions[name].__module__ == module.__name__ and name[0] != "_"]
+    if not names:
         raise ValueError(f"{KEY}.function_tool_path={path}: it defines no function; write one, with type hints.")
-    return [FunctionTool(function) for function in own]
+    return [FunctionTool(functions[name]) for name in names]

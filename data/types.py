@@ -95,8 +95,8 @@ class Reply:
     """The other side's reply to an answer of the policy.
 
     The policy goes on by `messages`, which are appended to all that was said, or by `prompt_ids`, a prompt of its own
-    (the next turn is then a row of its own). Neither is read where there is an `end_reason`; where there is nothing of
-    all that, the answer was the last.
+    (the next turn is then a row of its own). Neither is read where there is an `end_reason`; where none of
+    these is given, the answer was the last.
 
     Raises:
         ValueError, TypeError: the reward is no finite number, or the content of a message no text that can be encoded.
@@ -116,7 +116,7 @@ class Reply:
 
 def check_reward(reward: float) -> None:
     """Raises ValueError or TypeError for a reward that is no finite number."""
-    if not -LARGEST_REWARD < reward < LARGEST_REWARD:  # not for NaN either
+    if not -LARGEST_REWARD < reward < LARGEST_REWARD:  # false for NaN, too
         raise ValueError(f"the reward {reward} is no finite number below {LARGEST_REWARD:g}")
 
 
@@ -127,9 +127,9 @@ def check_text(text: Any, speaker: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = text[error.start]
+        half = text[error.start]
         raise ValueError(
-            f"the {speaker} says a text that cannot be encoded: {found!r} at place {error.start} is half a character. "
+            f"the {speaker} says a text that cannot be encoded: {half!r} at place {error.start} is half a character. "
             "Decode bytes with errors='replace'"
         ) from None
 
@@ -178,7 +178,7 @@ class Sample:
         self.turns += [turn] * count
 
     def until(self, length: int) -> "Sample":
-        """A sample of this prompt and the first `length` tokens of its response, with all that is known of each."""
+        """Returns this prompt with the first `length` tokens of its response, and all that is known of each."""
         return replace(self, **{name: vars(self)[name][:length] for name in PER_TOKEN})
 
     def fail(self) -> None:

@@ -22,7 +22,7 @@ from configs.schema import Config
 CORE = ("configs", "data", "training", "workers", "custom")
 PRODUCT = (*CORE, "extras")
 SMALL = 60  # lines; a module below it is hardly worth a name of its own
-QUESTION_WORDS = ("What", "Who", "Whose", "Whom", "Where", "How", "Those")
+QUESTION_WORDS = ("What", "Who", "Whose", "Whom", "Where", "Whether", "Which", "When", "Why", "How", "Those")
 VERBS_IN_ED = frozenset(["embed", "feed", "need", "seed", "speed", "succeed"])
 # fmt: off
 IRREGULAR = frozenset((
@@ -47,7 +47,7 @@ CEILINGS = {
     "settings": 277,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
-    "docstrings that begin with a question word": 3,
+    "docstrings that begin with a question word": 0,
     "README lines": 150,
     "test lines": 35_400,
 }

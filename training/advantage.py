@@ -1,6 +1,6 @@
 """Computes advantages from scores on the driver, between the rollout and the updates (pure tensors on the CPU).
 
-The batch keeps what was measured: what is learnt from is a column of its own (loss_mask).
+The batch keeps what was measured; a column of its own, loss_mask, says what is learnt from.
 """
 
 from typing import Any
@@ -35,18 +35,18 @@ def token_level_rewards(
     """Computes the scores, less the KL to the reference and the overlong penalty if asked for: [B, R], and metrics."""
     rewards, metrics = batch.batch["token_level_scores"], {}
     if config.algorithm.use_kl_in_reward:
-        penalty, measured = kl_in_reward(batch, kl_ctrl, config.algorithm.kl_penalty)
-        rewards, metrics = rewards - penalty, metrics | measured
+        penalty, penalty_metrics = kl_in_reward(batch, kl_ctrl, config.algorithm.kl_penalty)
+        rewards, metrics = rewards - penalty, metrics | penalty_metrics
     if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
-        penalty, measured = overlong_in_reward(batch, config.reward.reward_kwargs)
-        rewards, metrics = rewards + penalty, metrics | measured
+        penalty, penalty_metrics = overlong_in_reward(batch, config.reward.reward_kwargs)
+        rewards, metrics = rewards + penalty, metrics | penalty_metrics
     return rewards, metrics
 
 
 def kl_in_reward(
     batch: DataProto, kl_ctrl: AdaptiveKLController | FixedKLController, kind: str
 ) -> tuple[Tensor, Metrics]:
-    """β·KL(old ‖ ref) of each token, [B, R], with β from before this step.
+    """Computes β·KL(old ‖ ref) of each token, [B, R], with β from before this step.
 
     The controller then sees the mean over the episodes that did not fail of each one's mean KL, in nats a token.
     """
@@ -60,7 +60,7 @@ def kl_in_reward(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """DAPO's soft punishment (arXiv:2503.14476, section 3.4) of responses of `lengths` [B] tokens: [B], at most 0.
+    """Computes DAPO's soft punishment (arXiv:2503.14476, 3.4) of responses of `lengths` [B] tokens: [B], at most 0.
 
     It falls from 0 at `max_length` - `buffer` to -`factor` at `max_length`, and on beyond. No buffer, no penalty.
     """
@@ -70,7 +70,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
 
 
 def overlong_in_reward(batch: DataProto, config: RewardKwargsConfig) -> tuple[Tensor, Metrics]:
-    """`overlong_penalty` on each row's last policy token, [B, R]; failed rows have none.
+    """Puts `overlong_penalty` on each row's last policy token, [B, R]; failed rows have none.
 
     A response's length is that of its attention mask, so that what an environment said counts as well. A turn that is a
     row of its own has the whole length for itself, and its own penalty.
@@ -91,13 +91,13 @@ def measure_mismatch(batch: DataProto) -> Metrics:
     mask = batch.batch["response_mask"]
     if not {"old_log_probs", "rollout_log_probs"} <= batch.tensors.keys() or not mask.any():
         return {}
-    measured = rollout_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
-    return {name: float(value) for name, value in measured.items()}
+    mismatch = rollout_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
+    return {name: float(value) for name, value in mismatch.items()}
 
 
 @torch.no_grad()
 def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Three numbers on two log-probs [B, R] of the same tokens: the trainer's and the engine's that sampled them.
+    """Compares two log-probs [B, R] of the same tokens, the trainer's and the engine's, by three numbers.
 
     Over the tokens under `response_mask`: the mean of |Δ log-prob| in nats, the k3 estimate of KL(rollout || policy) in
     nats a token, and the largest ratio of the two probabilities, whichever is above. An empty mask gives 0, 0 and 1.
@@ -112,7 +112,7 @@ def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: 
 
 
 def estimator_needs(name: str) -> set[str]:
-    """The arguments that an estimator cannot do without, by which a run knows what it has to compute for it."""
+    """Names the arguments that an estimator cannot do without, by which a run knows what it has to compute for it."""
     return set(required_arguments(get_adv_estimator_fn(name)))
 
 
@@ -120,7 +120,7 @@ class Estimator:
     """The advantage estimator that `config.adv_estimator` names, bound once a run to what it asks for.
 
     It is given exactly what it names among the columns of a batch and `run_arguments`; one with **kwargs is given all
-    of it. A column called like one of its settings (epsilon=1e-6) stays a column of the data set. It sees an episode
+    of them. A column called like one of its settings (epsilon=1e-6) stays a column of the data set. It sees an episode
     of several rows as one long one (`EpisodeRows.join`), so that it counts episodes, and returns as many.
     """
 
@@ -138,14 +138,14 @@ class Estimator:
                 shape of the response_mask that it is given.
         """
         episodes = EpisodeRows(batch)
-        whole = episodes.join()
-        columns, offered = {**whole.non_tensor_batch, **whole.tensors}, run_arguments(whole, self.config)
+        joined = episodes.join()
+        columns, offered = {**joined.non_tensor_batch, **joined.tensors}, run_arguments(joined, self.config)
         offered |= self.config.adv_estimator_kwargs
         if self.present != columns.keys() | offered.keys():
             self.bind(columns, offered)
-        given = columns | offered
-        result = self.function(**{name: given[name] for name in self.names})
-        shape = whole.batch["response_mask"].shape
+        arguments = columns | offered
+        result = self.function(**{name: arguments[name] for name in self.names})
+        shape = joined.batch["response_mask"].shape
         pair = result if isinstance(result, tuple | list) else (result,)
         shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]
         if shapes != [tuple(shape)] * 2:

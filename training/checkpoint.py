@@ -31,7 +31,7 @@ from configs.errors import ConfigError, first_line
 from configs.schema import Config
 from data.files import replacing
 
-POLL_SECONDS = 0.05  # between two looks whether a checkpoint is whole
+POLL_SECONDS = 0.05  # between two checks whether a checkpoint is whole
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.yaml"  # of a checkpoint, and of the run beside its checkpoints
 WRITING, REPLACED, DELETED = ".writing_", ".replaced_", ".deleted_"  # prefixes of what a kill may leave behind
@@ -158,14 +158,14 @@ def clear_leftovers(root: Path) -> None:
             replaced.rename(final)
     for prefix in (WRITING, DELETED):
         for folder in root.glob(f"{prefix}global_step_*"):
-            shutil.rmtree(folder, ignore_errors=True)  # what a network disk still holds goes the next time
+            shutil.rmtree(folder, ignore_errors=True)  # a network disk may keep some until the next time
 
 
 def remove(folder: Path) -> None:
     """Deletes `folder`, which is first moved out of sight: a half of it must never bear its name."""
-    doomed = folder.with_name(DELETED + folder.name.removeprefix(REPLACED))
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    hidden = folder.with_name(DELETED + folder.name.removeprefix(REPLACED))
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def saved_steps(root: Path) -> list[int]:
@@ -179,20 +179,20 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
         return None
     if resume_mode == "resume_path":
         folder = Path(resume_from_path or "")
-        key, whole = f"trainer.resume_from_path={folder}", find_whole(folder)
-        whole = whole if re.fullmatch(r"global_step_\d+", folder.name) else None
+        key, checkpoint = f"trainer.resume_from_path={folder}", find_whole(folder)
+        checkpoint = checkpoint if re.fullmatch(r"global_step_\d+", folder.name) else None
     elif (root / LATEST).exists():
         folder = root / f"global_step_{(root / LATEST).read_text().strip()}"
-        key, whole = f"{root / LATEST} names {folder.name}", find_whole(folder)
+        key, checkpoint = f"{root / LATEST} names {folder.name}", find_whole(folder)
     else:
         return None
-    if whole is None:
+    if checkpoint is None:
         raise ValueError(f"{key}: there is no such global_step_N; {root} has steps {saved_steps(root)}. {START_AFRESH}")
-    return whole
+    return checkpoint
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
-    """`find_checkpoint` by the settings of a run.
+    """Finds the checkpoint to resume from, by the settings of a run.
 
     Raises:
         ValueError: as `find_checkpoint`.
@@ -207,25 +207,25 @@ def checkpoint_to_resume(config: Config) -> Path | None:
             f"{folder} lacks {CONFIG_FILE}, so no run wrote it here. Make a model of verl's by python -m extras.merge, "
             f"name it as {key}, and set trainer.resume_mode=disable."
         )
-    named, has_adapter = trainer.resume_mode == "resume_path", config.policy_model.adapter != "none"
-    if named and not has_adapter:
+    is_named, has_adapter = trainer.resume_mode == "resume_path", config.policy_model.adapter != "none"
+    if is_named and not has_adapter:
         return folder
-    before, now = settings_of(folder / CONFIG_FILE), dict(flatten(asdict(config)))
-    if key in before and os.path.abspath(before[key]) != os.path.abspath(now[key]):
+    saved, current = settings_of(folder / CONFIG_FILE), dict(flatten(asdict(config)))
+    if key in saved and os.path.abspath(saved[key]) != os.path.abspath(current[key]):
         remedy = (
             f"its {config.policy_model.adapter} matrices need those weights"
-            if named
+            if is_named
             else "set trainer.experiment_name=NAME or trainer.resume_mode=disable, or to go on from its weights all "
             f"the same trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
         )
-        raise ConfigError(f"{key}={now[key]}: {folder} is of another model, {before[key]}; {remedy}.")
+        raise ConfigError(f"{key}={current[key]}: {folder} is of another model, {saved[key]}; {remedy}.")
     return folder
 
 
 def find_whole(folder: Path) -> Path | None:
     """Finds `folder`, also where a save that was killed between two moves has left it; None: it is in neither place."""
-    places = folder, folder.with_name(REPLACED + folder.name)
-    return next((place for place in places if place.is_dir()), None)
+    candidates = folder, folder.with_name(REPLACED + folder.name)
+    return next((path for path in candidates if path.is_dir()), None)
 
 
 def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False, mapped: bool = False) -> None:
@@ -271,10 +271,10 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 def config_drift(path: Path, config: Config) -> list[str]:
     """Compares a checkpoint's config.yaml with the run that resumes it: lines like `trainer.seed: 0 → 1`."""
-    before, now, unset = settings_of(path), dict(flatten(asdict(config))), "not set"
-    keys = dict.fromkeys([*before, *now])
-    changed = [key for key in keys if before.get(key, unset) != now.get(key, unset)]
-    return [f"{key}: {as_override(before.get(key, unset))} → {as_override(now.get(key, unset))}" for key in changed]
+    saved, current, unset = settings_of(path), dict(flatten(asdict(config))), "not set"
+    keys = dict.fromkeys([*saved, *current])
+    changed = [key for key in keys if saved.get(key, unset) != current.get(key, unset)]
+    return [f"{key}: {as_override(saved.get(key, unset))} → {as_override(current.get(key, unset))}" for key in changed]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,13 +19,13 @@ LATER = ("advantages", "returns")  # computed after rows were left out
 
 
 def groups_by_signal(batch: DataProto, metric: str) -> tuple[list[list[int]], list[list[int]]]:
-    """The rows of each group with signal (`rows_with_signal`), and those of each of the others."""
+    """Returns the rows of each group with signal (`rows_with_signal`), and those of each of the others."""
     groups, has_signal = rows_by_prompt(batch), rows_with_signal(batch, metric).tolist()
     return [rows for rows in groups if has_signal[rows[0]]], [rows for rows in groups if not has_signal[rows[0]]]
 
 
 def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
-    """[B] bool: rows of the groups (rows of one uid) whose completed samples differ in `metric`.
+    """Returns [B] bool: rows of the groups (rows of one uid) whose completed samples differ in `metric`.
 
     `metric` is "score" (or "reward", or of a reward that returns a lone number "acc", as in verl), the sum of
     token_level_scores, or a numeric column such as what the reward returned beside the score. Raises ValueError if
@@ -40,15 +40,15 @@ def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
 
 
 def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:
-    """[E] float32, the numbers that `rows_with_signal` compares; a column's are those of an episode's last row."""
+    """Returns what `rows_with_signal` compares, [E] float32; a column's numbers are those of an episode's last row."""
     batch = episodes.batch
     returned, is_column = batch.meta_info.get("reward_extra_keys"), metric in batch.non_tensor_batch
     if metric in ("score", "reward") or (metric == "acc" and not returned and not is_column):
         return episodes.scores()
     key = f"algorithm.filter_groups.metric={metric}"
     if not is_column:
-        others = f", or one of {returned}" if returned else ", or let it return a dict with score and others"
-        raise ValueError(f"{key}: the reward returns no such number. Use score{others}.")
+        choices = f", or one of {returned}" if returned else ", or let it return a dict with score and others"
+        raise ValueError(f"{key}: the reward returns no such number. Use score{choices}.")
     try:
         return torch.tensor([float(value) for value in batch.non_tensor_batch[metric][episodes.last_row]])
     except (TypeError, ValueError) as error:
@@ -58,17 +58,16 @@ def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:
 def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto | None) -> None:
     """Updates the sampler and the dataset after a step, by its `batch` and the rows that dynamic sampling left out.
 
-    The sampler by `update(batch)`, where the rows left out come last (`with_left_out`), or by
-    `update(indices, metrics)`: the places of these samples in the dataset, [E] int64, and numbers of each
-    (`sample_metrics`), without those that failed: they are no measurement. A dataset that has it by
-    `on_batch_end(batch)`.
+    A sampler is called as `update(batch)`, with the rows left out last (`with_left_out`), or as
+    `update(indices, metrics)`: the positions of the samples that did not fail in the dataset, [E] int64, and numbers of
+    each (`sample_metrics`). A dataset that has `on_batch_end` is called as `on_batch_end(batch)`.
     """
     rows = with_left_out(batch, left_out)
     if hears_metrics(loader.sampler):
         episodes = EpisodeRows(rows)
-        measured = episodes.is_complete().numpy()
-        metrics = {name: values[measured] for name, values in sample_metrics(rows).items()}
-        loader.sampler.update(rows.dataset_position[episodes.last_row][measured].astype(np.int64), metrics)
+        is_complete = episodes.is_complete().numpy()
+        metrics = {name: values[is_complete] for name, values in sample_metrics(rows).items()}
+        loader.sampler.update(rows.dataset_position[episodes.last_row][is_complete].astype(np.int64), metrics)
     else:
         loader.sampler.update(rows)
     if isinstance(loader.dataset, Dynamic):
@@ -76,7 +75,7 @@ def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto |
 
 
 def with_left_out(batch: DataProto, left_out: DataProto | None) -> DataProto:
-    """`batch`, and below it the rows that were left out; their advantages and returns are 0, as nothing was learnt.
+    """Returns `batch`, and below it the rows that were left out, with advantages and returns of 0: nothing was learnt.
 
     Columns that only the rows of `batch` have, such as old_log_probs, are left out then.
     """
@@ -89,7 +88,7 @@ def with_left_out(batch: DataProto, left_out: DataProto | None) -> DataProto:
 
 
 def sample_metrics(batch: DataProto) -> dict[str, np.ndarray]:
-    """Numbers of each sample, by name, [E] float64, and the numbers that the reward returned beside the score.
+    """Computes numbers of each sample, by name, [E] float64, beside those that the reward returned.
 
     A sample is a row, or an episode of several. reward: the score. length: the policy's tokens. loss: the policy
     gradient's before the update, where the ratio is 1, which is the mean over the tokens of -advantage.

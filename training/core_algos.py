@@ -44,8 +44,8 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvEstimatorFn], Adv
     name = key_of(name_or_enum, "register_adv_est")
 
     def register(fn: AdvEstimatorFn) -> AdvEstimatorFn:
-        if (known := ADV_ESTIMATOR_REGISTRY.get(name, fn)).__module__ != fn.__module__:
-            raise ValueError(f"Advantage estimator {name!r} has already been registered, by module {known.__module__}")
+        if (other := ADV_ESTIMATOR_REGISTRY.get(name, fn)).__module__ != fn.__module__:
+            raise ValueError(f"Advantage estimator {name!r} has already been registered, by module {other.__module__}")
         ADV_ESTIMATOR_REGISTRY[name] = fn
         return fn
 
@@ -53,10 +53,10 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvEstimatorFn], Adv
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvEstimatorFn:
-    """The estimator registered under this exact name; raises ValueError if there is none."""
+    """Returns the estimator registered under this exact name; raises ValueError if there is none."""
     if (name := key_of(name_or_enum)) not in ADV_ESTIMATOR_REGISTRY:
-        known = [*ADV_ESTIMATOR_REGISTRY]
-        raise ValueError(f"Unknown advantage estimator simply: {name}. Registered estimators are: {known}")
+        registered = [*ADV_ESTIMATOR_REGISTRY]
+        raise ValueError(f"Unknown advantage estimator simply: {name}. Registered estimators are: {registered}")
     return ADV_ESTIMATOR_REGISTRY[name]
 
 
@@ -82,46 +82,46 @@ class Groups:
         self._survives_alone = (self.count == 1) & (torch.bincount(self._group)[self._group] > 1)
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
-        """`how` of `scatter_reduce` ("sum", "amax", ...) over the group's valid rows; 0 where it has none."""
-        kept = values[self._valid]
-        group = self._group[self._valid].view(-1, *[1] * (values.ndim - 1)).expand_as(kept)
+        """Applies `how` of `scatter_reduce` ("sum", "amax", ...) to the group's valid rows; 0 where it has none."""
+        valid_values = values[self._valid]
+        group = self._group[self._valid].view(-1, *[1] * (values.ndim - 1)).expand_as(valid_values)
         per_group = values.new_zeros(self._num_groups, *values.shape[1:])
-        return per_group.scatter_reduce(0, group, kept, how, include_self=False)[self._group]
+        return per_group.scatter_reduce(0, group, valid_values, how, include_self=False)[self._group]
 
     def mean(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Mean of the group, weighted by `weights` >= 0; the mean of equal values is exactly that value.
+        """Returns the mean of the group, weighted by `weights` >= 0; the mean of equal values is exactly that value.
 
-        A value of weight 0 does not count, whatever it is; where fewer than two count, the mean is 0, and for a row
-        whose whole group else failed its own value.
+        A value of weight 0 does not count, whatever it is; where fewer than two count, the mean is 0, or, for a row
+        whose group has failed but for it, its own value.
         """
         weights = torch.ones_like(values) if weights is None else weights
         counts = weights > 0
-        # Averaging distances to the largest is what makes it exact. The plain mean, verl's, of seven times 0.3 is
+        # Averaging distances to the largest makes it exact. The plain mean, verl's, of seven times 0.3 is
         # off by 3e-8, and GRPO divides the difference by 1e-6.
         largest = self.reduce(torch.where(counts, values, -torch.inf), "amax")
         distances = self.reduce(weights * zero_masked(values - largest, counts), "sum")
         mean = largest + distances / self.reduce(weights, "sum")
-        own = zero_masked(values, self._survives_alone.view(-1, *[1] * (values.ndim - 1)) & counts)
-        return torch.where(self.reduce(counts.float(), "sum") > 1, mean, own)
+        lone_values = zero_masked(values, self._survives_alone.view(-1, *[1] * (values.ndim - 1)) & counts)
+        return torch.where(self.reduce(counts.float(), "sum") > 1, mean, lone_values)
 
     def std(self, values: Tensor) -> Tensor:
-        """Standard deviation of the group with n - 1 in the denominator; exactly 0 for equal values."""
+        """Returns the standard deviation of the group with n - 1 in the denominator; exactly 0 for equal values."""
         squares = self.reduce((values - self.mean(values)) ** 2, "sum")
         return torch.where(self.count > 1, (squares / (self.count - 1).clamp(min=1)).sqrt(), 1)
 
     def standardize(self, values: Tensor, epsilon: float, divide_by_std: bool) -> Tensor:
-        """Distance to the group's mean, over its std + `epsilon` if `divide_by_std`."""
+        """Returns the distance to the group's mean, over its std + `epsilon` if `divide_by_std`."""
         distance = values - self.mean(values)
         return distance / (self.std(values) + epsilon) if divide_by_std else distance
 
 
 def spread_over_tokens(per_row: Tensor, response_mask: Tensor) -> Tensor:
-    """Give each valid token of a row the row's number, and every other position 0: [B] -> [B, R]."""
+    """Gives each valid token of a row the row's number, and every other position 0: [B] -> [B, R]."""
     return zero_masked(per_row.unsqueeze(-1), response_mask)
 
 
 def sum_to_go(values: Tensor, response_mask: Tensor, discount: float) -> Tensor:
-    """S_t = values_t + discount · S_(next valid t), [B, R]; a masked position repeats the sum to its right.
+    """Sums S_t = values_t + discount · S_(next valid t), [B, R]; a masked position repeats the sum to its right.
 
     Observations between two turns are jumped over: they neither add to the sum nor cost a step of discount.
     """
@@ -135,7 +135,7 @@ def sum_to_go(values: Tensor, response_mask: Tensor, discount: float) -> Tensor:
 
 
 def whiten_advantages(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """`masked_whiten`, but 0 for fewer than two valid tokens, where verl raises: nothing stands out from itself.
+    """Returns `masked_whiten`, but 0 for fewer than two valid tokens, where verl raises.
 
     Equal advantages come out as exactly 0, by counting from the largest: the mean rounds, and its error is divided by
     the root of 1e-8.
@@ -219,16 +219,16 @@ def compute_turn_gae_advantage_return(
     """
     turns = zero_masked(torch.zeros_like(response_mask) if turn_ids is None else turn_ids, response_mask)
     shape, width = (len(turns), int(turns.max()) + 1), turns.shape[1]
-    places = torch.where(response_mask.bool(), torch.arange(width, device=turns.device), width)
-    first = places.new_full(shape, width).scatter_reduce(1, turns, places, "amin")
-    taken = first < width  # [B, turns], as all below
-    earned = zero_masked(token_level_rewards, response_mask)
-    rewards = earned.new_zeros(shape).scatter_add(1, turns, earned)
-    worth = zero_masked(values.gather(1, first.clamp(max=width - 1)), taken)
-    advantages = discounted_td_errors(rewards, worth, taken, gamma, lam)
+    positions = torch.where(response_mask.bool(), torch.arange(width, device=turns.device), width)
+    first = positions.new_full(shape, width).scatter_reduce(1, turns, positions, "amin")
+    present = first < width  # [B, turns], as all below
+    token_rewards = zero_masked(token_level_rewards, response_mask)
+    rewards = token_rewards.new_zeros(shape).scatter_add(1, turns, token_rewards)
+    turn_values = zero_masked(values.gather(1, first.clamp(max=width - 1)), present)
+    advantages = discounted_td_errors(rewards, turn_values, present, gamma, lam)
     per_token = zero_masked(advantages.gather(1, turns), response_mask)
     whitened = zero_masked(whiten_advantages(per_token, response_mask), response_mask)
-    return whitened, zero_masked((advantages + worth).gather(1, turns), response_mask)
+    return whitened, zero_masked((advantages + turn_values).gather(1, turns), response_mask)
 
 
 @outcome("grpo", "grpo_vectorized")
@@ -343,7 +343,7 @@ def reward_dimensions(
     columns: Mapping[str, np.ndarray],
     response_mask: Tensor,
 ) -> list[tuple[float, Tensor, Tensor]]:
-    """GDPO's rewards as (weight, scores [B] float64, response_mask without the rows in which they are None).
+    """Lists GDPO's rewards as (weight, scores [B] float64, response_mask without the rows in which they are None).
 
     Raises AssertionError for no keys, a missing column or weight, or a row that did not fail without a finite score.
     """
@@ -358,8 +358,8 @@ def reward_dimensions(
     dimensions = []
     for weight, key in zip(weights, keys, strict=True):
         column = np.asarray(columns[key])
-        given = torch.tensor([value is not None for value in column], device=response_mask.device)
-        mask = response_mask * given[:, None]
+        present = torch.tensor([value is not None for value in column], device=response_mask.device)
+        mask = response_mask * present[:, None]
         scores = torch.as_tensor(column.astype(np.float64), device=response_mask.device)
         assert scores[mask.bool().any(-1)].isfinite().all(), f"reward {key!r} is not finite in a row that did not fail"
         dimensions.append((weight, scores, mask))
@@ -421,11 +421,11 @@ def compute_optimal_token_baseline_advantage(
 
     # Column k of what is gathered is the row's k-th policy token: observations do not shift what is compared.
     policy_tokens_first = response_mask.long().argsort(dim=-1, descending=True, stable=True)
-    nth_returns, nth_weights = returns.gather(1, policy_tokens_first), weights.gather(1, policy_tokens_first)
-    baseline = groups.mean(nth_returns, nth_weights)
+    packed_returns, packed_weights = returns.gather(1, policy_tokens_first), weights.gather(1, policy_tokens_first)
+    baseline = groups.mean(packed_returns, packed_weights)
     if not handle_zero_tail:
-        reached = groups.reduce((nth_weights > 0).float(), "sum")
-        baseline = torch.where((reached == 1) & (groups.count > 1).unsqueeze(-1), nth_returns, baseline)
+        reached = groups.reduce((packed_weights > 0).float(), "sum")
+        baseline = torch.where((reached == 1) & (groups.count > 1).unsqueeze(-1), packed_returns, baseline)
     baseline = torch.empty_like(baseline).scatter(1, policy_tokens_first, baseline)
     return zero_masked(returns - baseline, response_mask), returns
 

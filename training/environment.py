@@ -1,4 +1,4 @@
-"""The environment, its prompts and its action parser, shared by training and validation."""
+"""Builds the environment, its prompts and its action parser, for training and validation."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -30,7 +30,7 @@ class ActionReader(Protocol):
     """Reads the action out of an answer: a reward manager of an environment, or the environment itself."""
 
     def extract_action(self, text: str) -> Any | None:
-        """The action; None if `text` names none that is legal."""
+        """Reads the action; None if `text` names none that is legal."""
 
 
 class Environment(ActionReader, Protocol):
@@ -48,10 +48,10 @@ class Environment(ActionReader, Protocol):
         (actions so far that were not legal) and `end_reason`."""
 
     def start_state(self, seed: int) -> Any:
-        """The state in which the episode of this reset seed starts."""
+        """Returns the state in which the episode of this reset seed starts."""
 
     def clone(self) -> "Environment":
-        """An independent environment with the same settings."""
+        """Returns an independent environment with the same settings."""
 
     def close(self) -> None:
         """Gives back what it holds."""
@@ -62,10 +62,10 @@ class StateDataset(Protocol):
     """Shows states to the policy (custom/env_dataset.py: CustomEnvDataset)."""
 
     def encode_state(self, state: Any) -> list[int] | None:
-        """Token ids of the prompt that shows `state`; None if it is too long to be shown."""
+        """Returns the token ids of the prompt that shows `state`; None if it is too long to be shown."""
 
     def turn_messages(self, state: Any) -> list[Message]:
-        """The messages that show `state` to the policy after an action, in a transcript."""
+        """Returns the messages that show `state` to the policy after an action, in a transcript."""
 
     def check_sizes(self, states: Iterable[Any], what: str) -> None:
         """Raises ValueError for prompts that are too long and may not be cut."""
@@ -81,7 +81,7 @@ class EnvSetup:
 
 
 def build_environment(config: Config) -> Any | None:
-    """The environment that env.id names, by its factory; None: there is none.
+    """Returns the environment that env.id names, by its factory; None: there is none.
 
     Raises:
         ConfigError: the factory refuses it.
@@ -93,7 +93,7 @@ def build_environment(config: Config) -> Any | None:
         raise ConfigError(f"{AGENT_KEY}.default_agent_loop={agent} plays rows, and env.id={settings.id} is set too.")
     factory = load_extern_object(settings.path, settings.name)
     seed = derive_seed(config.trainer.seed, "environment")
-    given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
+    arguments = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
     optional = {  # which a factory need not know
         "max_walk": settings.max_walk,
         "invalid_action": settings.invalid_action,
@@ -102,9 +102,9 @@ def build_environment(config: Config) -> Any | None:
         "success": settings.success if settings.success != SuccessConfig() else None,
         **{item.name: settings[item.name] or None for item in fields(settings) if "factory" in item.metadata},
     }
-    given |= {key: value for key, value in optional.items() if value is not None}
+    arguments |= {key: value for key, value in optional.items() if value is not None}
     try:
-        return factory(settings.id, **given, **settings.kwargs)
+        return factory(settings.id, **arguments, **settings.kwargs)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
 
@@ -118,11 +118,11 @@ def data_settings(config: Config, tools: Mapping[str, Any] | None = None) -> Dat
     return replace(data, seed=seed, apply_chat_template_kwargs=template)
 
 
-def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
-    """The dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py."""
+def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **sizes: int) -> Any:
+    """Returns the dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py."""
     is_ours = data.custom_cls.path is None
     cls = load_extern_object("custom/env_dataset.py", "CustomEnvDataset") if is_ours else get_dataset_class(data)
-    return cls(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
+    return cls(environment, tokenizer, data, **sizes, **data.custom_cls.kwargs)
 
 
 def build_env_setup(config: Config, environment: Any, dataset: Any, reward: RewardManager) -> EnvSetup:
@@ -137,8 +137,8 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
             f"{setting}: data.custom_cls.name={config.data.custom_cls.name} has no encode_state(state) and "
             "turn_messages(state): make it a subclass of CustomEnvDataset, or set env.mode=step and env.val_episodes=0."
         )
-    classes = [one for one in type(reward).__mro__ if one.__module__ != "custom.reward_manager"]
-    unused = [name for name in ("__call__", "score") if any(name in vars(one) for one in classes)]
+    classes = [cls for cls in type(reward).__mro__ if cls.__module__ != "custom.reward_manager"]
+    unused = [name for name in ("__call__", "score") if any(name in vars(cls) for cls in classes)]
     if config.env.mode == "episode" and unused:
         notice(
             f"{reward_name(reward)}: env.mode=episode does not call its {' and '.join(unused)}: the environment pays. "
@@ -162,7 +162,7 @@ def worker_env_setup(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvS
 
 
 def uses_tools(rollout: RolloutConfig) -> bool:
-    """Whether the policy may call tools of files."""
+    """Says whether the policy may call tools of files."""
     settings = rollout.multi_turn
     return settings.enable and bool(settings.files())
 
@@ -225,7 +225,7 @@ def known_names(agents: Iterable[str]) -> str:
 
 
 def begin_episodes(prompts: DataProto, agent: str) -> DataProto:
-    """`prompts` as rows that each begin an episode of this kind, where they do not say themselves what they begin."""
+    """Returns `prompts` as rows that each begin an episode of this kind, unless they say what they begin."""
     if AGENT_COLUMN in prompts:
         return prompts
     return prompts.union(DataProto.from_single_dict({AGENT_COLUMN: [agent] * len(prompts)}))
@@ -241,12 +241,12 @@ def assign_agents(prompts: DataProto, config: Config) -> DataProto:
 
 
 def are_episodes(prompts: DataProto) -> bool:
-    """Whether any row begins more than a single answer."""
+    """Says whether any row begins more than a single answer."""
     return AGENT_COLUMN in prompts and any(agent != SINGLE_TURN for agent in prompts.non_tensor_batch[AGENT_COLUMN])
 
 
 def episode_seeds(config: EnvConfig) -> range:
-    """The reset seeds of the validation episodes."""
+    """Returns the reset seeds of the validation episodes."""
     return range(config.val_seed, config.val_seed + config.val_episodes)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a batch by episode: with env.history=turns an episode is several rows, one a turn.
+"""Groups the rows of a batch by episode: with env.history=turns an episode is several rows, one a turn.
 
 Estimators, the statistics of groups and metrics count episodes.
 """
@@ -48,7 +48,7 @@ class EpisodeRows:
         self.last_row = np.array([*last_row.values()], dtype=np.int64)
 
     def total(self, per_row: Tensor) -> Tensor:
-        """The sum over each episode's rows, [B] -> [E]."""
+        """Returns the sum over each episode's rows, [B] -> [E]."""
         return per_row.new_zeros(self.count).index_add(0, self.of_row, per_row)
 
     def is_complete(self) -> Tensor:
@@ -56,54 +56,54 @@ class EpisodeRows:
         return self.total(self.batch.batch["response_mask"].sum(1)) > 0
 
     def scores(self, column: str = "token_level_scores") -> Tensor:
-        """[E] float32: the sum of all rewards of each episode."""
+        """Returns [E] float32: the sum of all rewards of each episode."""
         return self.total(self.batch.batch[column].sum(1))
 
     def join(self) -> DataProto:
-        """E rows: an episode's responses end to end, [E, W], without the padding between them.
+        """Joins the responses of each episode end to end, [E, W], without the padding between them.
 
         W is the longest episode's number of response tokens. Columns that are no [B, R] tensors, and not the prompts',
-        are those of the last row. The batch itself, if each episode is one row.
+        are those of the last row. Returns the batch itself if each episode is one row.
         """
         if self.count == len(self.batch):
             return self.batch
-        last = self.batch.select_idxs(self.last_row)
+        last_rows = self.batch.select_idxs(self.last_row)
         shape = self.batch.batch["response_mask"].shape
-        of_episodes = {name: column for name, column in last.tensors.items() if name not in OF_PROMPTS}
+        of_episodes = {name: column for name, column in last_rows.tensors.items() if name not in OF_PROMPTS}
         per_token = [name for name, column in of_episodes.items() if column.shape[1:] == shape[1:]]
-        kept, places, width = self._layout()
+        real, positions, width = self._layout()
         for name in per_token:
             column = self.batch.batch[name]
             long = column.new_zeros(self.count * width)
-            long[places] = column[kept]
+            long[positions] = column[real]
             of_episodes[name] = long.view(self.count, width)
-        return DataProto.from_dict(of_episodes, last.non_tensor_batch, last.meta_info)
+        return DataProto.from_dict(of_episodes, last_rows.non_tensor_batch, last_rows.meta_info)
 
     def cut(self, joined: Tensor) -> Tensor:
-        """A [E, W] column of `join` back in rows, [B, R]; 0 under the padding."""
+        """Cuts a [E, W] column of `join` back into rows, [B, R]; 0 under the padding."""
         if self.count == len(self.batch):
             return joined
-        kept, places, _ = self._layout()
-        column = joined.new_zeros(kept.shape)
-        column[kept] = joined.flatten()[places]
+        real, positions, _ = self._layout()
+        column = joined.new_zeros(real.shape)
+        column[real] = joined.flatten()[positions]
         return column
 
     def _layout(self) -> tuple[Tensor, Tensor, int]:
         """Returns the tokens that are no padding, [B, R] bool; the place of each of those N in E·W, [N]; W."""
         width = self.batch.batch["response_mask"].shape[1]
-        kept = self.batch.batch["attention_mask"][:, -width:].bool()
+        real = self.batch.batch["attention_mask"][:, -width:].bool()
         starts, ends = [], defaultdict(int)
-        for episode, length in zip(self.of_row.tolist(), kept.sum(1).tolist(), strict=True):
+        for episode, length in zip(self.of_row.tolist(), real.sum(1).tolist(), strict=True):
             starts.append(ends[episode])
             ends[episode] += length
         longest = max(1, *ends.values())
-        places = (self.of_row * longest + torch.tensor(starts))[:, None] + kept.cumsum(1) - 1
-        return kept, places[kept], longest
+        positions = (self.of_row * longest + torch.tensor(starts))[:, None] + real.cumsum(1) - 1
+        return real, positions[real], longest
 
 
 def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
-    """ReMax's baselines, [B] float32: the score of the one episode that `greedy` has of a row's uid. Where it failed,
-    the mean of the prompt's own samples that did not: a lone one then teaches nothing."""
+    """Returns ReMax's baselines, [B] float32: the score of the one episode that `greedy` has of a row's uid or, if it
+    failed, the mean of the prompt's samples that did not: a lone one then teaches nothing."""
     baselines, samples = EpisodeRows(greedy), EpisodeRows(batch)
     groups = Groups(batch.uid[samples.last_row], samples.is_complete()[:, None])
     means = groups.reduce(samples.scores(), "mean")[samples.of_row].tolist()
@@ -115,20 +115,20 @@ def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
 def score_others(batch: DataProto, score: Callable[[DataProto], Any]) -> Any:
     """Returns scores [B, R], extra columns and failures by row, as `score` finds them, where some rows bring theirs.
 
-    The column of these is taken out: such rows are shown to nobody, and extra_fields["reward_extra_info"] has their
+    The column of their scores is taken out; they are shown to no reward, and the column reward_extra_info has their
     extra columns.
     """
-    brought = batch.non_tensor_batch.pop(BROUGHT)
+    own_scores = batch.non_tensor_batch.pop(BROUGHT)
     infos = batch.non_tensor_batch.pop("reward_extra_info", [None] * len(batch))
-    rows = [{} if number is None else dict(info or {}) for number, info in zip(brought, infos, strict=True)]
-    numbers = torch.tensor([number or 0.0 for number in brought], dtype=torch.float32)
+    rows = [{} if number is None else dict(info or {}) for number, info in zip(own_scores, infos, strict=True)]
+    numbers = torch.tensor([number or 0.0 for number in own_scores], dtype=torch.float32)
     placed, failures = last_token(batch.batch["response_mask"]) * numbers[:, None], {}
-    rest = np.array([row for row, number in enumerate(brought) if number is None], dtype=np.int64)
-    if len(rest):
-        placed[rest], columns, failed = score(batch.select_idxs(rest))
-        failures = {int(rest[row]): failure for row, failure in failed.items()}
+    unscored = np.array([row for row, number in enumerate(own_scores) if number is None], dtype=np.int64)
+    if len(unscored):
+        placed[unscored], columns, failed = score(batch.select_idxs(unscored))
+        failures = {int(unscored[row]): failure for row, failure in failed.items()}
         for name, column in columns.items():
-            for row, value in zip(rest, column, strict=True):
+            for row, value in zip(unscored, column, strict=True):
                 rows[row][name] = value
     names = dict.fromkeys(name for row in rows for name in row)
     return placed, {name: object_array([row.get(name) for row in rows]) for name in names}, failures
@@ -138,11 +138,11 @@ def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
     """Adds to each row's extra_info, as in verl: num_turns (2 for each answer; an agent loop of the user's has
     counted by itself), rollout_reward_scores ({}), of conversations tool_call_counts, tool_rewards (one a call) and
     turn_scores (one for each time that the simulated user spoke), and what tools put into tool_extra_fields."""
-    columns, nothing = batch.non_tensor_batch, [None] * len(batch)
+    columns, absent = batch.non_tensor_batch, [None] * len(batch)
     facts = {name: columns[name] for name in ("tool_call_counts", "tool_rewards", "turn_scores") if name in columns}
-    turns, loops = columns.get("__num_turns__", [1] * len(batch)), columns.get("__agent_metrics__", nothing)
+    turns, loops = columns.get("__num_turns__", [1] * len(batch)), columns.get("__agent_metrics__", absent)
     facts["num_turns"] = [2 * count if loop is None else count for count, loop in zip(turns, loops, strict=True)]
-    infos, fields = columns.get("extra_info", nothing), columns.get("tool_extra_fields", nothing)
+    infos, fields = columns.get("extra_info", absent), columns.get("tool_extra_fields", absent)
     return [
         {
             **(infos[row] or {}),
@@ -169,21 +169,21 @@ def check_failures(batch: DataProto, limit: float) -> None:
         return
     kinds = Counter(end for end in ends.end_reason if end in ENVIRONMENT_FAILURES)
     counts = ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
-    [(place, times)] = Counter(map(place_of, causes)).most_common(1)
-    example = next(cause for cause in causes if place_of(cause) == place)
+    [(location, times)] = Counter(map(place_of, causes)).most_common(1)
+    example = next(cause for cause in causes if place_of(cause) == location)
     failed = f"{len(causes)} of {len(ends)} episodes failed ({counts})"
-    most = f"Most frequent, {times} times: {example}"
+    example = f"Most frequent, {times} times: {example}"
     if len(causes) <= limit * len(ends):
-        logger.warning("%s, and are left out. %s", failed, most)
+        logger.warning("%s, and are left out. %s", failed, example)
         return
     raise RuntimeError(
-        f"{failed}, more than env.max_failed_fraction={limit:g} allows. {most}. Mend what raises or hangs there, "
+        f"{failed}, more than env.max_failed_fraction={limit:g} allows. {example}. Mend what raises or hangs there, "
         "or raise env.timeout."
     )
 
 
 def valid_episodes(batch: DataProto) -> DataProto:
-    """The last row of each episode that did not fail: those that metrics are computed from."""
+    """Returns the last row of each episode that did not fail: those that metrics are computed from."""
     last_rows = EpisodeRows(batch).last_row.tolist()
     return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in FAILED_END_REASONS])
 

@@ -1,4 +1,4 @@
-"""Policy losses, the value loss and KL penalties, as a catalogue of pure functions over padded tensors.
+"""Computes policy losses, the value loss and KL penalties: a catalogue of pure functions over padded tensors.
 
 A new policy loss is a short function under `@register_policy_loss("name")`.
 
@@ -40,7 +40,7 @@ POLICY_LOSS_REGISTRY: dict[str, "PolicyLoss"] = {}
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss, and what those who call it have to know.
+    """A policy loss, with what its callers have to know.
 
     Attributes:
         over_mini_batch: what a token contributes depends on the others of its mini-batch, so the actor calls the loss
@@ -72,7 +72,7 @@ def register_policy_loss(name: str, **marks: bool) -> Callable[[PolicyLossFn], P
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
-    """The policy loss registered under this exact name; raises ValueError if there is none."""
+    """Returns the policy loss registered under this exact name; raises ValueError if there is none."""
     if name not in POLICY_LOSS_REGISTRY:
         raise ValueError(f"Unsupported loss mode: {name}. Supported modes are: {list(POLICY_LOSS_REGISTRY)}")
     return POLICY_LOSS_REGISTRY[name]
@@ -91,17 +91,17 @@ def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Sum of `values · mask` over `axis` (all axes if None)."""
+    """Sums `values · mask` over `axis` (all axes if None)."""
     return (zero_masked(values, mask) * mask).sum(axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean over the mask; 0 where the mask is empty."""
+    """Averages over the mask; 0 where the mask is empty."""
     return masked_sum(values, mask, axis) / (mask.sum(axis) + EPSILON)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Scalar variance over the mask, with Bessel's correction n / (n - 1) if `unbiased`.
+    """Computes the variance over the mask, a scalar, with Bessel's correction n / (n - 1) if `unbiased`.
 
     Raises ValueError if `unbiased` and the mask holds fewer than two elements.
     """
@@ -115,19 +115,19 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale to unit variance over the mask and, if `shift_mean`, to mean 0; positions outside the mask move along."""
+    """Scales to unit variance over the mask and, if `shift_mean`, to mean 0; positions outside the mask move along."""
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + EPSILON)
     return whitened if shift_mean else whitened + mean
 
 
 def bound_log_ratio(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` clamped to ±20, so that its exp() is finite."""
+    """Clamps `log_ratio` to ±20, so that its exp() is finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clip_by_value(x: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
-    """Clamp between tensors; where the bounds cross, `lo` wins."""
+    """Clamps between tensors; where the bounds cross, `lo` wins."""
     return torch.maximum(torch.minimum(x, hi), lo)
 
 
@@ -141,7 +141,7 @@ def agg_loss(
     global_batch_size: int | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """Aggregate per-token losses [B, R] to a scalar.
+    """Aggregates per-token losses [B, R] to a scalar.
 
     | mode | value |
     |---|---|
@@ -180,13 +180,13 @@ def _global_count(name: str, count: int | Tensor | None, local_count: Tensor, dp
 
 
 def clip_bounds(config: LossConfig) -> tuple[float, float]:
-    """(low, high), each `clip_ratio` where unset: unlike under verl's defaults, setting `clip_ratio` alone works."""
+    """Returns (low, high), each `clip_ratio` where unset, so that, unlike in verl, it can be set alone."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 
 
 def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[str, Tensor]:
-    """Means over the mask of a policy loss's [B, R] metrics: tensors of shape (), as to read them is to wait."""
+    """Averages a policy loss's [B, R] metrics over the mask: tensors of shape (), as to read them is to wait."""
     return {name: masked_mean(values.detach().float(), response_mask) for name, values in per_token.items()}
 
 
@@ -238,11 +238,11 @@ def token_loss(
 
 
 def clip_metrics(log_ratio: Tensor, clipped: Tensor | None = None, lower: Tensor | None = None) -> dict[str, Tensor]:
-    none = torch.zeros_like(log_ratio)
+    zeros = torch.zeros_like(log_ratio)
     return {
-        "actor/pg_clipfrac": none if clipped is None else clipped,
+        "actor/pg_clipfrac": zeros if clipped is None else clipped,
         "actor/ppo_kl": -log_ratio,
-        "actor/pg_clipfrac_lower": none if lower is None else lower,
+        "actor/pg_clipfrac_lower": zeros if lower is None else lower,
     }
 
 
@@ -271,12 +271,12 @@ def compute_policy_loss_vanilla(t: Tokens, config: LossConfig) -> TokenLosses:
     return losses, clip_metrics(log_ratio, clipped, (pessimistic > cap) & negative)
 
 
-def dppo_loss(t: Tokens, kept: Tensor, max_ratio: float) -> TokenLosses:
-    """-A · sg(min(ratio, max_ratio)) · log_prob where `kept` and 0 elsewhere."""
+def dppo_loss(t: Tokens, counted: Tensor, max_ratio: float) -> TokenLosses:
+    """Returns -A · sg(min(ratio, max_ratio)) · log_prob where `counted`, and 0 elsewhere."""
     log_ratio = bound_log_ratio(t.log_ratio)
     ratio = log_ratio.exp()
-    losses = zero_masked(-t.advantages * ratio.clamp(max=max_ratio).detach() * t.log_prob, kept)
-    return losses, clip_metrics(log_ratio, ~kept, (ratio > max_ratio) & kept)
+    losses = zero_masked(-t.advantages * ratio.clamp(max=max_ratio).detach() * t.log_prob, counted)
+    return losses, clip_metrics(log_ratio, ~counted, (ratio > max_ratio) & counted)
 
 
 @token_loss("dppo_tv", silent_at_zero=True)
@@ -285,8 +285,8 @@ def compute_policy_loss_dppo_tv(t: Tokens, config: LossConfig) -> TokenLosses:
     by no more than the config's clip bounds (all other tokens are one outcome); `clip_ratio_c`: the largest ratio."""
     clip_low, clip_high = clip_bounds(config)
     moved = t.log_prob.exp() - t.old_log_prob.exp()
-    kept = torch.where(t.advantages > 0, moved <= clip_high, moved >= -clip_low)
-    return dppo_loss(t, kept, config.clip_ratio_c)
+    counted = torch.where(t.advantages > 0, moved <= clip_high, moved >= -clip_low)
+    return dppo_loss(t, counted, config.clip_ratio_c)
 
 
 @token_loss("dppo_kl", silent_at_zero=True)
@@ -337,16 +337,16 @@ def compute_policy_loss_gpg(t: Tokens, config: LossConfig) -> TokenLosses:
 
 
 def token_covariances(t: Tokens) -> Tensor:
-    """(A - mean A) · (log_prob - mean log_prob) over all valid tokens, without gradient; -inf under the mask. [B, R]
+    """Computes (A - mean A) · (log_prob - mean log_prob) of valid tokens, without gradient; -inf elsewhere. [B, R]
 
-    What a token adds to the covariance that drives the entropy down (arXiv:2505.22617).
+    It is what a token adds to the covariance that drives the entropy down (arXiv:2505.22617).
     """
     centred = [values.detach() - masked_mean(values.detach(), t.mask) for values in (t.advantages, t.log_prob)]
     return torch.where(t.mask.bool(), centred[0] * centred[1], -torch.inf)
 
 
 def share_of_tokens(share: float, mask: Tensor) -> int:
-    """`share` of the valid tokens, rounded down, but at least one where there is any place at all."""
+    """Counts `share` of the valid tokens, rounded down, but at least one where there is any place at all."""
     return min(max(1, int(share * int(mask.sum()))), mask.numel())
 
 
@@ -361,8 +361,8 @@ def compute_policy_loss_clip_cov(t: Tokens, config: LossConfig) -> TokenLosses:
     losses, clipped = clip_loss(t.log_ratio.exp(), t.advantages, *clip_bounds(config))
     covariances = token_covariances(t)
     eligible = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub) & ~clipped
-    places = eligible.flatten().nonzero().squeeze(-1)
-    drawn = places[torch.randperm(len(places))[: share_of_tokens(settings.clip_cov_ratio, t.mask)].to(places.device)]
+    indices = eligible.flatten().nonzero().squeeze(-1)
+    drawn = indices[torch.randperm(len(indices))[: share_of_tokens(settings.clip_cov_ratio, t.mask)].to(indices.device)]
     dropped = torch.zeros_like(eligible).flatten().index_fill(0, drawn, True).view_as(eligible)
     return zero_masked(losses, ~dropped), {"actor/pg_clipfrac": dropped, "actor/ppo_kl": -t.log_ratio}
 
@@ -462,7 +462,7 @@ def compute_value_loss(
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from samples of the policy (http://joschu.net/blog/kl-approx.html).
+    """Estimates KL(policy || reference) per token from samples of the policy (http://joschu.net/blog/kl-approx.html).
 
     With k = logprob - ref_logprob: "kl", "k1" is k; "abs" |k|; "mse", "k2" k² / 2; "low_var_kl", "k3"
     exp(-k) + k - 1 with -k clamped to ±20 and the result to ±10. Raises NotImplementedError for other names.
@@ -502,7 +502,7 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """Does nothing."""
 
 
 class AdaptiveKLController:
@@ -512,7 +512,7 @@ class AdaptiveKLController:
         self.value, self.target_kl, self.horizon = init_kl_coef, target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move by at most 20 % per `horizon` samples, given the mean KL of the last `n_steps` samples."""
+        """Moves by at most 20 % per `horizon` samples, given the mean KL of the last `n_steps` samples."""
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
@@ -532,7 +532,7 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
 
 # How a loss is called
 
-TENSOR_ARGS = ("old_log_probs", "log_probs", "advantages", "response_mask")  # by position, named at will
+TENSOR_ARGS = ("old_log_probs", "log_probs", "advantages", "response_mask")  # by position, so any names will do
 OLDER_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")  # verl's, before losses gave a dict
 
 
@@ -556,9 +556,9 @@ def bind_policy_loss(
     """
     positional = dict(zip(TENSOR_ARGS, tensors, strict=True))
     parameters = inspect.signature(function).parameters.values()
-    rest = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][len(TENSOR_ARGS) :]
-    has_mode = rest and (rest[0].default is rest[0].empty or isinstance(rest[0].default, str))
-    if has_mode and rest[0].name not in ("config", "rollout_is_weights", *extra_kwargs):
+    optional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][len(TENSOR_ARGS) :]
+    has_mode = optional and (optional[0].default is optional[0].empty or isinstance(optional[0].default, str))
+    if has_mode and optional[0].name not in ("config", "rollout_is_weights", *extra_kwargs):
         positional["loss_agg_mode"] = loss_agg_mode
     offered = {"loss_agg_mode": loss_agg_mode, "config": config}
     settings = "rollout_is_weights and policy_loss.kwargs"
@@ -581,9 +581,9 @@ def call_policy_loss(
         ValueError: it returned anything but a loss that depends on the log-probs, and a dict of numbers, or verl's
             older four values: the loss, and `OLDER_METRICS`.
     """
-    places, names = arguments_of(function, (*extra_kwargs,))
-    given = {"loss_agg_mode": loss_agg_mode, "config": config} | extra_kwargs
-    result = function(*(*tensors, loss_agg_mode)[:places], **{name: given[name] for name in names})
+    n_positional, names = arguments_of(function, (*extra_kwargs,))
+    keywords = {"loss_agg_mode": loss_agg_mode, "config": config} | extra_kwargs
+    result = function(*(*tensors, loss_agg_mode)[:n_positional], **{name: keywords[name] for name in names})
     parts = list(result) if isinstance(result, tuple | list) else [result]
     if len(parts) == 1 + len(OLDER_METRICS):
         parts = [parts[0], dict(zip(OLDER_METRICS, parts[1:], strict=True))]
@@ -604,8 +604,8 @@ def problem_of(parts: list[Any], learns: bool) -> str | None:
         case [Tensor(ndim=0) as loss, dict(metrics)]:
             if learns and not loss.requires_grad:
                 return "a loss that does not depend on the log-probs, so that nothing is learnt from it"
-            strange = [name for name, value in metrics.items() if not is_number(value)]
-            return f"metrics of which {strange} are not numbers" if strange else None
+            non_numbers = [name for name, value in metrics.items() if not is_number(value)]
+            return f"metrics of which {non_numbers} are not numbers" if non_numbers else None
     return str([tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts])
 
 

@@ -34,8 +34,8 @@ def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
         )
     lacking = [part for part in ("model", "optimizer", "extra") if part not in contents]
     resume = f" (without {', '.join(lacking)} it cannot be resumed from)" if lacking else ""
-    often = "step" if trainer.save_freq == 1 else f"{trainer.save_freq} steps and after the last"
-    return f"{written}, and every {often} a checkpoint of {', '.join(contents)}{resume}."
+    interval = "step" if trainer.save_freq == 1 else f"{trainer.save_freq} steps and after the last"
+    return f"{written}, and every {interval} a checkpoint of {', '.join(contents)}{resume}."
 
 
 def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> str:
@@ -58,8 +58,8 @@ def ended_early(resume_mode: str, signal: str, step: int, total_steps: int, save
     text = f"stopped by {signal} after step {step} of {total_steps}"
     if saved < step:
         return f"{text}, which could not be saved: {steps_lost(saved, step)}."
-    again = "the same command" if resume_mode == "auto" else "the same command with trainer.resume_mode=auto"
-    return f"{text}, which is saved: {again} goes on from it." if step < total_steps else f"{text}."
+    command = "the same command" if resume_mode == "auto" else "the same command with trainer.resume_mode=auto"
+    return f"{text}, which is saved: {command} goes on from it." if step < total_steps else f"{text}."
 
 
 def files_left(folder: Path, saved: int, step: int) -> str:
@@ -67,7 +67,7 @@ def files_left(folder: Path, saved: int, step: int) -> str:
     newest = find_checkpoint(folder, "auto", None)
     if newest is None:
         return f"{folder} has {METRICS_FILE}, {CONFIG_FILE}, and no checkpoint."
-    models = [newest / "actor" / "huggingface", newest / "huggingface"]  # where RL has it, and supervised training
+    models = [newest / "actor" / "huggingface", newest / "huggingface"]  # of RL, and of supervised training
     from_pretrained = [f" from_pretrained loads {model}." for model in models if any(model.glob("*.safetensors"))]
     unsaved = f" They are older than the run's end: {steps_lost(saved, step)}." if saved < step else ""
     return f"{folder} has {METRICS_FILE}, {CONFIG_FILE}, {newest.name}." + "".join(from_pretrained) + unsaved
@@ -88,8 +88,8 @@ def validation_summary(step: int, metrics: Mapping[str, float]) -> str:
 
 def spread(scores: Sequence[float], count: int) -> list[int]:
     """Picks the places of `count` scores, evenly spaced from best to worst."""
-    ordered = sorted(range(len(scores)), key=lambda place: -scores[place])
-    return [ordered[int(place)] for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]
+    ordered = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return [ordered[int(index)] for index in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]
 
 
 def print_samples(title: str, batch: DataProto, tokenizer: PreTrainedTokenizerBase, numbers: Sequence[int]) -> None:
@@ -97,13 +97,13 @@ def print_samples(title: str, batch: DataProto, tokenizer: PreTrainedTokenizerBa
     episodes, console = EpisodeRows(batch), Console()
     scores = episodes.scores().tolist()
     columns = ("end_reason", "failure", *batch.meta_info.get("reward_extra_keys", ()))
-    for place, number in enumerate(numbers, start=1):
+    for count, number in enumerate(numbers, start=1):
         rows = (episodes.of_row == number).nonzero()[:, 0].tolist()
         text = without_middle(Text("\n").join(row_text(batch, row, tokenizer) for row in rows))
         facts = {name: batch.get(name)[rows[-1]] for name in columns if name in batch}
-        about = "".join(f", {name} {value}" for name, value in facts.items() if value is not None)
-        text.append(f"\nscore {short_number(scores[number])}{about}")
-        console.print(Panel(text, title=Text(f"{title} · {place} of {len(numbers)}"), title_align="left"))
+        details = "".join(f", {name} {value}" for name, value in facts.items() if value is not None)
+        text.append(f"\nscore {short_number(scores[number])}{details}")
+        console.print(Panel(text, title=Text(f"{title} · {count} of {len(numbers)}"), title_align="left"))
 
 
 def without_middle(text: Text) -> Text:
@@ -122,9 +122,9 @@ def row_text(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> 
     """Decodes the tokens of a row, without padding: those of the policy bold."""
     attended, mask = batch.batch["attention_mask"][row].bool(), batch.batch["response_mask"][row].bool()
     prompt, response = batch.batch["prompts"][row], batch.batch["responses"][row]
-    kept, text = attended[-len(mask) :], Text()
+    real, text = attended[-len(mask) :], Text()
     pieces = [(prompt[attended[: -len(mask)]].tolist(), "dim")]
-    by_speaker = groupby(zip(response[kept].tolist(), mask[kept].tolist(), strict=True), key=itemgetter(1))
+    by_speaker = groupby(zip(response[real].tolist(), mask[real].tolist(), strict=True), key=itemgetter(1))
     pieces += [([token for token, _ in tokens], "bold" if policy else "dim") for policy, tokens in by_speaker]
     for ids, style in pieces:
         text.append_text(Text.from_ansi(tokenizer.decode(ids, skip_special_tokens=True), style=style))

@@ -37,7 +37,7 @@ CORE_VARIABLES = ("acc", "reward", "return")
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Scores, rewards, advantages, returns, values and lengths of one training batch.
+    """Computes scores, rewards, advantages, returns, values and lengths of one training batch.
 
     Lengths are sums of the attention mask, in tokens, so that observations between two turns count; `clip_ratio` is the
     share of rows that fill the padded width.
@@ -65,7 +65,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
             metrics["critic/vf_explained_var"] = 1 - unexplained.item()
     for column in ("__num_turns__", "tool_call_counts", "invalid_actions"):
         if column in batch:
-            counts = [one for one in batch.get(column)[episodes.last_row[finished.numpy()]] if one is not None]
+            counts = [count for count in batch.get(column)[episodes.last_row[finished.numpy()]] if count is not None]
             metrics |= _mean_max_min(column.strip("_"), torch.tensor([float(count) for count in counts]))
     reported = [row for row in batch.get("__agent_metrics__", []) if row]
     for name in dict.fromkeys(name for row in reported for name, value in row.items() if isinstance(value, Real)):
@@ -74,7 +74,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
-    """Means over episodes: `episode/<data source>/<quantity>/mean` and `episode/tokens/<role>/mean`.
+    """Averages over episodes: `episode/<data source>/<quantity>/mean` and `episode/tokens/<role>/mean`.
 
     Quantities are those of `OF_EPISODES` and, of calls of tools that failed, `tool_failures/<kind>`; roles are policy,
     observation and prompt. Episodes that failed count nowhere, and those without a verdict not in success.
@@ -98,7 +98,7 @@ def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def compute_group_metrics(batch: DataProto) -> dict[str, float]:
-    """Shares of prompt groups that teach nothing, as all their samples score alike, and of the ways episodes ended.
+    """Computes the shares of prompt groups that teach nothing, as their samples score alike, and of episodes' ends.
 
     A group is the completed samples of one `uid`; groups of fewer than two have no spread and are not counted. Of those
     without spread, `all_pass_frac` are at the batch's best score, `all_fail_frac` at its worst, `tie_frac` in between;
@@ -124,20 +124,20 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def compute_source_metrics(batch: DataProto) -> dict[str, float]:
-    """`source/<data source>/score/mean`, and its share of the samples, for each source of a batch that has several."""
+    """Computes `source/<data source>/score/mean`, and its share of the samples, where a batch has several sources."""
     episodes, finished, _ = _episodes(batch)
     names = batch.data_source[episodes.last_row] if "data_source" in batch else []
     sources, metrics = np.array([str(name) for name in names]), {}
     for source in sorted(set(sources)) if len(set(sources)) > 1 else []:
         of_source = torch.from_numpy(sources == source)
         metrics[f"source/{source}/share"] = of_source.float().mean().item()
-        if (measured := of_source & finished).any():
-            metrics[f"source/{source}/score/mean"] = episodes.scores()[measured].mean().item()
+        if (counted := of_source & finished).any():
+            metrics[f"source/{source}/score/mean"] = episodes.scores()[counted].mean().item()
     return metrics
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """`timing_s/<stage>` in seconds, and for the stages that read tokens `timing_per_token_ms/<stage>`.
+    """Returns `timing_s/<stage>` in seconds, and for the stages that read tokens `timing_per_token_ms/<stage>`.
 
     Generation is divided by the response tokens, the other stages by the tokens of prompts and responses.
     """
@@ -154,7 +154,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 
 def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """Tokens of the step, its seconds, and tokens per second and device; the name is verl's, typo included.
+    """Returns the tokens of the step, its seconds, and tokens per second and device; the name is verl's, typo included.
 
     Reads attention_mask and `timing_raw["step"]`. `n_gpus` counts whatever the step ran on: without GPUs, the workers.
     """
@@ -192,7 +192,7 @@ def timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
 
 
 def reduce_metrics(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """One number for each list: the largest if its name contains "max", the smallest if "min", else the mean.
+    """Returns one number for each list: the largest if its name contains "max", the smallest if "min", else the mean.
 
     As in verl the name alone decides, wherever in it the word stands. An empty list gives NaN.
     """
@@ -231,7 +231,7 @@ def bootstrap_metric(
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> Any:
-    """The value of the first item that cast the most frequent vote; among equally frequent ones the first seen wins.
+    """Returns the value of the first item with the most frequent vote; of equally frequent ones the first seen wins.
 
     Raises ValueError if `data` is empty.
     """
@@ -259,7 +259,7 @@ def process_validation_metrics(
             f"validation variable {name!r} has {len(values)} values for {len(data_sources)} samples"
         )
     predictions = columns.get("pred", [None] * len(data_sources))
-    answers = [one if isinstance(one, Hashable) else repr(one) for one in predictions]  # such as a list of numbers
+    answers = [pred if isinstance(pred, Hashable) else repr(pred) for pred in predictions]  # such as a list of numbers
     over_prompts: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for (source, _), rows in rows_of_prompt.items():
         for name, values in columns.items():
@@ -276,7 +276,7 @@ def process_validation_metrics(
 
 
 def flatten_validation_metrics(nested: NestedMetrics, num_turns: Sequence[int] | None = None) -> dict[str, float]:
-    """`{section}/{source}/{variable}/{metric}` for each metric of `process_validation_metrics`.
+    """Returns `{section}/{source}/{variable}/{metric}` for each metric of `process_validation_metrics`.
 
     The section is val-core for the mean, maj and best at the largest n of the source's core variable, the first that it
     has of `CORE_VARIABLES`, and val-aux for the rest. `num_turns`, one a sample, adds val-aux/num_turns/{mean,max,min}.
@@ -296,7 +296,7 @@ def flatten_validation_metrics(nested: NestedMetrics, num_turns: Sequence[int] |
 
 
 def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """Tokens of each prompt and each response, [B] float32 each."""
+    """Returns the tokens of each prompt and each response, [B] float32 each."""
     mask = batch.attention_mask.float()
     prompt_width = mask.size(-1) - batch.responses.size(-1)
     return mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
@@ -313,7 +313,7 @@ def _episodes(batch: DataProto) -> tuple[EpisodeRows, Tensor, Tensor]:
 
 def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
     reducers = {"mean": torch.mean, "max": torch.max, "min": torch.min} if values.numel() else {}
-    return {f"{name}/{how}": reducer(values).item() for how, reducer in reducers.items()}
+    return {f"{name}/{reduction}": reducer(values).item() for reduction, reducer in reducers.items()}
 
 
 def _length_metrics(name: str, lengths: Tensor, max_length: int) -> dict[str, float]:
@@ -325,18 +325,18 @@ def _length_metrics(name: str, lengths: Tensor, max_length: int) -> dict[str, fl
 
 def _group_verdict(scores: list[float], worst: float, best: float) -> str:
     # Float32 sums of the same rewards of several turns may differ in the last bit.
-    same = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
-    if not same(min(scores), max(scores)):
+    equal = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
+    if not equal(min(scores), max(scores)):
         return "mixed"
-    if same(worst, best):
+    if equal(worst, best):
         return "all_pass" if best > 0 else "all_fail"
-    if same(scores[0], best):
+    if equal(scores[0], best):
         return "all_pass"
-    return "all_fail" if same(scores[0], worst) else "tie"
+    return "all_fail" if equal(scores[0], worst) else "tie"
 
 
 def _prompt_metrics(ballots: list[dict[str, Any]], seed: int) -> dict[str, float]:
-    """Metrics of one variable over the samples of one prompt; {} unless all its values are numbers."""
+    """Returns the metrics of one variable over the samples of one prompt; {} unless all its values are numbers."""
     values = [ballot["val"] for ballot in ballots]
     if not values or not all(isinstance(value, Real | np.bool_) for value in values):
         return {}
@@ -358,10 +358,10 @@ def _prompt_metrics(ballots: list[dict[str, Any]], seed: int) -> dict[str, float
 
 
 def subset_sizes(num_samples: int) -> list[int]:
-    """2, 4, 8 ... below `num_samples`, then `num_samples` itself."""
+    """Lists 2, 4, 8 ... below `num_samples`, then `num_samples` itself."""
     return [2**power for power in range(1, num_samples.bit_length()) if 2**power < num_samples] + [num_samples]
 
 
 def _samples_in_name(metric: str) -> int:
-    """The n of `best@n/mean`."""
+    """Returns the n of `best@n/mean`."""
     return int(metric.split("@")[1].split("/")[0])

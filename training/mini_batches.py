@@ -24,12 +24,12 @@ class Update:
 
 
 def first_policy_step(config: Config) -> int:
-    """The step (from 1) of the policy's first update: trainer.critic_warmup, as in verl; the critic starts at once."""
+    """Returns the step (from 1) of the policy's first update: trainer.critic_warmup, as in verl."""
     return max(1, config.trainer.critic_warmup)
 
 
 class PolicyUpdates:
-    """`mini_batches` for the policy.
+    """Makes `mini_batches` for the policy.
 
     The first update of a batch is exactly on-policy, so it goes without old_log_probs, unless a stage made them. Only
     the first has rollout_log_probs, which its forward compares with the policy's, unless a log-prob pass has done so.
@@ -56,7 +56,7 @@ class PolicyUpdates:
 def mini_batches(
     batch: DataProto, config: Config, role: ActorConfig | CriticConfig, step: int, first_step: int = 1
 ) -> Iterator[tuple[DataProto, Update]]:
-    """`ppo_epochs` passes over `batch`, `ppo_mini_batch_size` prompts at a time, the samples of a prompt together.
+    """Passes over `batch` `ppo_epochs` times, `ppo_mini_batch_size` prompts with all their samples at a time.
 
     The response_mask of a mini-batch is the loss_mask of `batch`; with PF-PPO each row is the one that was drawn for
     its place (column drawn_row). `step` counts from 1; the learning-rate schedule of `role` begins at `first_step`.
@@ -69,8 +69,8 @@ def mini_batches(
         if role.shuffle:
             order = numpy_generator(seed, "shuffle", epoch).permutation(order)
         for start in range(0, len(groups), size):
-            places = np.concatenate([groups[place] for place in order[start : start + size]])
-            mini_batch = batch.select_idxs(batch.drawn_row[places] if "drawn_row" in batch else places)
+            rows = np.concatenate([groups[index] for index in order[start : start + size]])
+            mini_batch = batch.select_idxs(batch.drawn_row[rows] if "drawn_row" in batch else rows)
             mini_batch.batch["response_mask"] = mini_batch.batch.pop("loss_mask")
             update = Update(
                 step=step - first_step,
@@ -82,7 +82,7 @@ def mini_batches(
 
 
 def rows_by_prompt(batch: DataProto) -> list[list[int]]:
-    """The rows of each uid, in the order in which the uids first appear."""
+    """Returns the rows of each uid, in the order in which the uids first appear."""
     rows: dict[Hashable, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
         rows.setdefault(uid, []).append(row)
@@ -90,7 +90,7 @@ def rows_by_prompt(batch: DataProto) -> list[list[int]]:
 
 
 def global_batch_info(mini_batch: DataProto, role: ActorConfig | CriticConfig) -> dict[str, Any]:
-    """The one denominator of every loss of a mini-batch: its tokens and its rows that have any (agg_loss's names)."""
+    """Counts a mini-batch's tokens and its rows that have any: the one denominator of its losses (agg_loss's names)."""
     mask = mini_batch.batch["response_mask"]
     scale = role.loss_scale_factor if isinstance(role, ActorConfig) else None
     return {
@@ -102,13 +102,13 @@ def global_batch_info(mini_batch: DataProto, role: ActorConfig | CriticConfig) -
 
 
 def skips_zero_advantages(config: Config) -> bool:
-    """Whether a row whose advantages are all 0 can change nothing: neither through the loss nor by entropy or KL."""
+    """Says whether a row of advantages 0 changes nothing, neither through the loss nor by entropy or KL."""
     actor = config.actor_rollout_ref.actor
     reads_all_rows = actor.entropy_coeff or actor.calculate_entropy or actor.use_kl_loss
     return policy_loss_of(config).silent_at_zero and not reads_all_rows
 
 
 def without_zero_advantages(mini_batch: DataProto) -> DataProto:
-    """The rows with an advantage other than 0; one row if there is none, so that the optimiser steps all the same."""
+    """Keeps the rows with an advantage other than 0; one row if there is none, as the optimiser steps all the same."""
     counts = ((mini_batch.advantages != 0) & mini_batch.response_mask.bool()).any(1)
     return mini_batch.select_idxs(counts if counts.any() else torch.tensor([0]))

@@ -6,7 +6,7 @@ their places in the whole.
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -50,7 +50,7 @@ def files_of(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Has torch.distributed.checkpoint raise what went wrong, on the first rank that it did, as it was."""
+    """Has torch.distributed.checkpoint raise the error of the first rank that failed, as it was."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is as good
         try:
@@ -100,7 +100,8 @@ class Shards(HuggingFaceStorageReader):
         try:
             check_names(self.shapes.keys(), tensors.keys(), tensors.keys())
             for name, tensor in tensors.items():
-                check_shape(name, self.shapes[name], tensor.shape)
+                if (saved := tuple(self.shapes[name])) != (present := tuple(tensor.shape)):
+                    raise ValueError(f"{name} is of shape {saved} there, and of {present} in this run")
             with plain_errors():
                 dcp.load(dict(tensors), storage_reader=self, no_dist=True)
         except FILE_ERRORS as error:
@@ -116,8 +117,8 @@ class Shards(HuggingFaceStorageReader):
 
 def once(module: nn.Module) -> dict[str, Tensor]:
     """Maps names to the weights and kept buffers of a model, of which each rank may have a part; tied ones once."""
-    named = {name for name, _ in module.named_parameters()}
-    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - named
+    names = {name for name, _ in module.named_parameters()}
+    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - names
     return {name: value for name, value in module.state_dict().items() if name not in tied}
 
 
@@ -125,14 +126,8 @@ def check_names(saved: Iterable[str], needed: Iterable[str], known: Iterable[str
     """Raises ValueError unless all `needed` names are saved, and all that are saved are known."""
     for names, problem in (({*needed} - {*saved}, "it lacks"), ({*saved} - {*known}, "the run's model has no")):
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            raise ValueError(f"{problem} {', '.join(sorted(names)[:SHOWN])}{more}")
-
-
-def check_shape(name: str, saved: Sequence[int], present: Sequence[int]) -> None:
-    """Raises ValueError where a tensor is of another shape than that of the run."""
-    if tuple(saved) != tuple(present):
-        raise ValueError(f"{name} is of shape {tuple(saved)} there, and of {tuple(present)} in this run")
+            rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise ValueError(f"{problem} {', '.join(sorted(names)[:SHOWN])}{rest}")
 
 
 def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -140,13 +135,13 @@ def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> Non
 
     `weights` is read to its end, also where a file cannot be written: other ranks may wait for this one in it.
     """
-    places: dict[str, int] = {}
+    part_numbers: dict[str, int] = {}
     count = total = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for count, part in enumerate(files_full(weights), start=1):
             save_file(part, folder / part_name(count), metadata={"format": "pt"})
-            places |= dict.fromkeys(part, count)
+            part_numbers |= dict.fromkeys(part, count)
             total += sum(weight.nbytes for weight in part.values())
     finally:
         for _ in weights:
@@ -154,20 +149,20 @@ def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> Non
     for number in range(1, count + 1):
         (folder / part_name(number)).rename(folder / part_name(number, count))
     if count > 1:
-        files = {name: part_name(number, count) for name, number in sorted(places.items())}
+        files = {name: part_name(number, count) for name, number in sorted(part_numbers.items())}
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def files_full(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Groups neighbours of up to PRETRAINED_BYTES, in main memory."""
-    held: dict[str, Tensor] = {}
+    part: dict[str, Tensor] = {}
     for name, weight in weights:
-        if held and sum(part.nbytes for part in held.values()) + weight.nbytes > PRETRAINED_BYTES:
-            yield held
-            held = {}
-        held[name] = weight.detach().cpu().contiguous()
-    yield held
+        if part and sum(other.nbytes for other in part.values()) + weight.nbytes > PRETRAINED_BYTES:
+            yield part
+            part = {}
+        part[name] = weight.detach().cpu().contiguous()
+    yield part
 
 
 def part_name(number: int, count: int = 0) -> str:

@@ -141,7 +141,7 @@ def prepare(config: Config) -> Parts:
 
 
 def plays_episodes(config: Config) -> bool:
-    """Whether whole episodes of an environment are played, in training or in validation."""
+    """Says whether whole episodes of an environment are played, in training or in validation."""
     return config.env.id is not None and (config.env.mode == "episode" or config.env.val_episodes > 0)
 
 
@@ -156,13 +156,13 @@ def check_warmup(config: Config, total_steps: int) -> None:
 
 
 def rows_looked_at(loader: PromptLoader) -> list[int]:
-    """Positions of rows from all over the data."""
-    places = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
-    return places[:: -(-len(places) // ROWS_LOOKED_AT)]
+    """Returns the positions of rows from all over the data."""
+    usable = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
+    return usable[:: -(-len(usable) // ROWS_LOOKED_AT)]
 
 
 def prompts_read(dataset: Dataset) -> list[np.ndarray]:
-    """Token ids of the prompts that came from files; of a dataset that makes its rows there are none."""
+    """Returns the token ids of prompts from files; a dataset that makes its rows has none."""
     return dataset.prompt_ids if isinstance(dataset, RLHFDataset) else []
 
 
@@ -186,10 +186,8 @@ def check_models(config: Config) -> None:
     find("adapter", actor.model.adapter, "actor_rollout_ref.model").check_settings(
         actor.model, "actor_rollout_ref.model"
     )
-    if (
-        teaches
-        and load_tokenizer(replace(actor.model, path=ref)).get_vocab() != load_tokenizer(actor.model).get_vocab()
-    ):
+    tokenizers = [load_tokenizer(replace(actor.model, path=path)) for path in (ref, actor.model.path) if teaches]
+    if teaches and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         raise ConfigError(f"{TEACHER_KEY}.path={ref} has other tokens than the policy, whose token ids it would score.")
 
 
@@ -198,7 +196,7 @@ def check_algorithm(config: Config) -> None:
     algorithm, settings = config.algorithm, loss_settings(config)
     name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    losses = {known: loss.function for known, loss in POLICY_LOSS_REGISTRY.items()}
+    losses = {mode: loss.function for mode, loss in POLICY_LOSS_REGISTRY.items()}
     check_known(config, "algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY, algorithm.adv_estimator_kwargs)
     check_known(config, loss_key, settings.loss_mode, losses, settings.kwargs)
     if name in NEEDS_GROUPS and samples < 2:
@@ -210,26 +208,26 @@ def check_algorithm(config: Config) -> None:
         raise ConfigError(f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave that out.")
     for stage in stages(config):
         stage.check(config)
-    others = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
+    extra_kwargs = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
     function = policy_loss_of(config).function
-    bind_policy_loss(function, TENSOR_ARGS, None, None, others, f"{loss_key}={settings.loss_mode}")
+    bind_policy_loss(function, TENSOR_ARGS, None, None, extra_kwargs, f"{loss_key}={settings.loss_mode}")
     roles = needed_roles(config)
     check_token_budgets(config, "ref" in roles, "critic" in roles)
 
 
-def check_known(config: Config, key: str, name: str, known: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+def check_known(config: Config, key: str, name: str, registry: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
     """Raises ConfigError unless a function is registered as `name`, by the setting `key`, and accepts `kwargs`."""
-    if name not in known:
-        plain, loaded = name.lower(), config.actor_rollout_ref.model.external_lib
-        is_recipe = plain in options("recipe") and plain not in known
-        guess = f" Did you mean recipe={plain}?" if is_recipe else did_you_mean(plain, list(known))
-        decorator = "register_adv_est" if known is ADV_ESTIMATOR_REGISTRY else "register_policy_loss"
+    if name not in registry:
+        lowered, loaded = name.lower(), config.actor_rollout_ref.model.external_lib
+        is_recipe = lowered in options("recipe") and lowered not in registry
+        guess = f" Did you mean recipe={lowered}?" if is_recipe else did_you_mean(lowered, list(registry))
+        decorator = "register_adv_est" if registry is ADV_ESTIMATOR_REGISTRY else "register_policy_loss"
         raise ConfigError(
-            f"{key}={name}: there is none of this name.{guess} There are {list(known)}; one of yours stands under "
+            f"{key}={name}: there is none of this name.{guess} There are {list(registry)}; one of yours stands under "
             f"@{decorator}({name!r}) in a file that actor_rollout_ref.model.external_lib names; it names "
             f"{loaded or 'none'}."
         )
-    if unknown := sorted(argument for argument in kwargs if not accepts(known[name], argument)):
+    if unknown := sorted(argument for argument in kwargs if not accepts(registry[name], argument)):
         raise ConfigError(f"{key}={name} takes no argument {unknown}: its kwargs are {dict(kwargs)}.")
 
 
@@ -243,10 +241,8 @@ def build_train_loader(
     else:
         dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)
     sampler = create_rl_sampler(data, dataset, data.seed)
-    batch_size, make_row = (
-        fitting_batch_size(data, epoch_rows(dataset, sampler, left_out)),
-        row_maker(dataset, tokenizer, data),
-    )
+    batch_size = fitting_batch_size(data, epoch_rows(dataset, sampler, left_out))
+    make_row = row_maker(dataset, tokenizer, data)
     return PromptLoader(dataset, batch_size, sampler, make_row=make_row, left_out=left_out)
 
 

@@ -1,4 +1,4 @@
-"""PPO, GRPO and their kin: `step` is the dataflow; the loop around it is training/run.py.
+"""Trains by PPO, GRPO and their kin: `step` is the dataflow; the loop around it is in training/run.py.
 
 The trainer drives roles (training/roles.py) and does the small arithmetic between them; it knows neither where they
 run nor what runs there. A role that is added to the table takes part without a line here.
@@ -35,7 +35,7 @@ from training.reward import RewardManager, add_scores, concat_scored, reward_met
 from training.roles import columns_read, stages
 from training.run import Metrics, Run
 
-MOST_REFUSED = 3  # mini-batches that are kept for study, each of which is whole
+MOST_REFUSED = 3  # whole mini-batches that are kept for study
 
 
 class RayPPOTrainer(Run):
@@ -97,7 +97,7 @@ class RayPPOTrainer(Run):
         )
 
     def fit(self) -> Metrics:
-        """`Run.fit`; with trainer.val_only, validates the newest checkpoint alone and writes nothing to its folder."""
+        """Runs as `Run.fit`; with trainer.val_only, only validates the newest checkpoint, and writes nothing."""
         if not self.config.trainer.val_only:
             return super().fit()
         self.resume()
@@ -120,7 +120,7 @@ class RayPPOTrainer(Run):
     def collect(self, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
         """Collects scored responses to the prompts of the step, and their metrics.
 
-        With algorithm.filter_groups, as many groups, whose samples differ, from further prompts if need be
+        With algorithm.filter_groups, the samples of every group differ, by drawing further prompts if need be
         (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
         """
         batch, metrics = self.draw(0, timing)
@@ -136,7 +136,7 @@ class RayPPOTrainer(Run):
             draws += 1
         groups = [*differ, *tie]
         metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
-        metrics |= reward_metrics(batch)  # of all that was drawn: what is left of it is chosen by its scores
+        metrics |= reward_metrics(batch)  # of all that was drawn, as the scores decide what stays
         self.left_out = batch.select_idxs([*chain(*groups[needed:])]) if len(groups) > needed else None
         return batch.select_idxs([*chain(*groups[:needed])]), metrics
 
@@ -162,7 +162,7 @@ class RayPPOTrainer(Run):
     def as_prompts(self, rows: dict[str, Any], name: str) -> DataProto:
         """Turns rows of the data into prompts, each under a uid of its own that begins with `name`."""
         prompts = DataProto.from_single_dict(rows)
-        uids = [f"{name}-{place}" for place in range(len(prompts))]
+        uids = [f"{name}-{index}" for index in range(len(prompts))]
         return assign_agents(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
 
     def answer(
@@ -256,15 +256,14 @@ class RayPPOTrainer(Run):
 
     def measure(self) -> tuple[Metrics, list[DataProto]]:
         """Computes metrics of the present policy, under verl's names, and returns its answers; prints a few."""
-        measured = [self.measure_rows()] if self.val_loader is not None else []
+        validations = [self.measure_rows()] if self.val_loader is not None else []
         if self.game is not None and self.config.env.val_episodes:
-            measured.append(self.measure_episodes())
-        for _, batch in measured:
+            validations.append(self.measure_episodes())
+        for _, batch in validations:
             shown = spread(EpisodeRows(batch).scores().tolist(), self.config.trainer.log_val_generations)
             print_samples(f"validation at step {self.global_step}", batch, self.tokenizer, shown)
-        return {name: value for metrics, _ in measured for name, value in metrics.items()}, [
-            batch for _, batch in measured
-        ]
+        metrics = {name: value for values, _ in validations for name, value in values.items()}
+        return metrics, [batch for _, batch in validations]
 
     def measure_rows(self) -> tuple[Metrics, DataProto]:
         """Measures val_kwargs.n answers to each validation row, or as many episodes; failed ones count nowhere."""
@@ -296,18 +295,18 @@ class RayPPOTrainer(Run):
         return flatten_validation_metrics(metrics, num_turns=ends.non_tensor_batch["__num_turns__"]), batch
 
     def val_answers(self, prompts: DataProto, number: int) -> DataProto:
-        """Samples as in validation, for the number-th time of one; the draws are those of every step, so that steps
+        """Samples a validation's answers to its number-th prompts; the draws are the same at every step, so that steps
         are compared on equal terms."""
         rollout = self.config.actor_rollout_ref.rollout
         sampling = SamplingParams.from_config(rollout.val_kwargs, rollout.response_length)
-        prompts.meta_info = {**prompts.meta_info, "validate": True}  # rewards may ask
+        prompts.meta_info = {**prompts.meta_info, "validate": True}  # rewards may read it
         return self.answer(prompts, sampling, derive_seed(self.config.trainer.seed, "validation", number), {})[0]
 
     def state(self) -> dict[str, Any]:
         return {"validation": self.validation, "kl_coef": self.kl_ctrl.value, "certificate": self.certificate}
 
     def resume(self) -> None:
-        """`Run.resume`; the engine then samples from the weights that were loaded."""
+        """Resumes as `Run.resume`; the engine then samples from the weights that were loaded."""
         super().resume()
         if self.global_step:
             self.certificate = self.rollout.update_weights(self.global_step)
@@ -315,5 +314,5 @@ class RayPPOTrainer(Run):
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self.validation = state["validation"]
-        if self.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed one is what the config says now
+        if self.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed one follows the present config
             self.kl_ctrl.value = state["kl_coef"]

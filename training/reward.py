@@ -3,7 +3,7 @@
 A reward manager is called with a `reward_view`: one row per response, texts decoded once, and everything of the dataset
 row. It returns B numbers, B dicts with a `score`, a [B] or [B, R] tensor, or verl's {"reward_tensor",
 "reward_extra_info"}; `FunctionReward` is the manager around a plain function (training/reward_function.py). What comes
-back is checked before it meets a loss, and a row without a score is none with a score of zero.
+back is checked before it meets a loss, and a row without a score is not one with a score of zero.
 """
 
 import inspect
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardRun:
-    """The parts of a run that a source may build a reward with; `whole`: its config, of which rewards are a section."""
+    """The parts of a run that a source may build a reward with, its whole config among them."""
 
     tokenizer: PreTrainedTokenizerBase | None
     environment: Any | None
-    whole: Config | None = None
+    config: Config | None = None
 
 
 @runtime_checkable
@@ -64,7 +64,7 @@ def load_reward_manager(
     config: RewardConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     environment: Any | None,
-    whole: Config | None = None,
+    run_config: Config | None = None,
 ) -> RewardManager:
     """Loads the run's reward, of the kind "reward" of configs/extras.py. Raises ValueError if its form is unknown."""
     name = reward_of(config, environment)
@@ -73,7 +73,7 @@ def load_reward_manager(
             f"reward.reward_kwargs has {', '.join(unread)}, which only a reward.reward_manager of yours reads: a "
             "function has reward.custom_reward_function.reward_kwargs."
         )
-    return find("reward", name)(config, RewardRun(tokenizer, environment, whole))
+    return find("reward", name)(config, RewardRun(tokenizer, environment, run_config))
 
 
 def reward_of(config: RewardConfig, environment: Any | None) -> str:
@@ -88,9 +88,10 @@ def reward_of(config: RewardConfig, environment: Any | None) -> str:
 def load_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
     """Loads the manager of custom/reward_manager.py, or of the user's file, around the environment."""
     manager = load_extern_object(settings.reward_manager.path, settings.reward_manager.name)
-    named = inspect.signature(manager).parameters  # one that hands **kwargs on to ours is given none
-    offered = {key: value for key, value in {"tokenizer": run.tokenizer, "config": run.whole}.items() if key in named}
-    return bind(manager, offered, positional={"environment": run.environment}, key="reward.reward_manager")()
+    parameters = inspect.signature(manager).parameters  # **kwargs do not count: a subclass may hand them on to ours
+    offered = {"tokenizer": run.tokenizer, "config": run.config}
+    arguments = {name: value for name, value in offered.items() if name in parameters}
+    return bind(manager, arguments, positional={"environment": run.environment}, key="reward.reward_manager")()
 
 
 def reward_name(reward: Callable) -> str:
@@ -165,7 +166,7 @@ def add_scores(
     if "token_level_scores" in batch and "turn_ids" in batch:
         batch.meta_info["reward_extra_keys"] = []
         return batch
-    config = config or ScoringConfig()  # alone, in a test
+    config = config or ScoringConfig()  # a test may leave it out
     score = partial(compute_reward, manager=manager, tokenizer=tokenizer, config=config)
     scores, extra, failures = score_others(batch, score) if BROUGHT in batch else score(batch)
     batch.batch["token_level_scores"] = scores
@@ -189,8 +190,8 @@ def compute_reward(
     name, mask = reward_name(manager), batch.batch["response_mask"]
     result = call_manager(manager, reward_view(batch, tokenizer))
     scores, extra, failures = validate_result(result, manager, mask.shape, config)
-    if taken := [key for key in extra if key in batch]:
-        raise ValueError(f"the reward {name} returned the keys {taken}, which are columns of the batch already.")
+    if clashing := [key for key in extra if key in batch]:
+        raise ValueError(f"the reward {name} returned the keys {clashing}, which are columns of the batch already.")
     placed = place_scores(scores, mask, name)
     if scores.ndim == 2 and config.on_failure == "score":
         placed[sorted(failures)] = config.failure_score * (last_token(mask) == 1)[sorted(failures)].float()
@@ -212,10 +213,10 @@ def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
     """Puts [B] scores onto each row's last policy token (failed rows have none), [B, R] as it is: [B, R] float32."""
     if scores.ndim == 1:
         return torch.where(last_token(mask) == 1, scores[:, None], 0.0)
-    if strays := ((scores != 0) & (mask == 0)).nonzero().tolist():
+    if misplaced := ((scores != 0) & (mask == 0)).nonzero().tolist():
         raise ValueError(
-            f"the reward {name} scored {len(strays)} tokens that the policy did not produce, the first at "
-            f"[response, token] = {strays[0]}: multiply by data.response_mask."
+            f"the reward {name} scored {len(misplaced)} tokens that the policy did not produce, the first at "
+            f"[response, token] = {misplaced[0]}: multiply by data.response_mask."
         )
     return scores
 
@@ -259,7 +260,7 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
         values = [value for value in batch.non_tensor_batch[name][completed] if value is not None]
         if values and all(isinstance(value, numbers.Real | np.bool_) for value in values):
             reducers, column = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}, np.array(values, float)
-            metrics |= {f"reward/{name}/{how}": float(reduce(column)) for how, reduce in reducers.items()}
+            metrics |= {f"reward/{name}/{kind}": float(reduce(column)) for kind, reduce in reducers.items()}
     return metrics
 
 
@@ -328,9 +329,9 @@ def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor
     if tuple(result.shape) != tuple(shape):
         raise ValueError(f"the reward {name} returned scores of shape {list(result.shape)}: {allowed}.")
     scores = torch.as_tensor(result).detach().float().cpu().clone()
-    wrong = ~(scores.abs() < TOO_LARGE)  # NaN is not below anything
-    for row in wrong.any(1).nonzero()[:, 0].tolist():
-        failures[row] = why_no_score(scores[row][wrong[row]][0].item(), frozenset())
+    is_invalid = ~(scores.abs() < TOO_LARGE)  # NaN is not below anything
+    for row in is_invalid.any(1).nonzero()[:, 0].tolist():
+        failures[row] = why_no_score(scores[row][is_invalid[row]][0].item(), frozenset())
         scores[row] = 0
     return scores, extra, failures
 
@@ -341,7 +342,7 @@ def split_results(results: Sequence[Any]) -> tuple[Tensor, Columns, Failures]:
     dicts = [result if isinstance(result, dict) else {"score": result} for result in results]
     kinds = Counter(frozenset(result) for result in results if isinstance(result, dict) and "score" in result)
     [(keys, _)] = kinds.most_common(1) or [(frozenset(["score"]), 0)]
-    scores, failures, example = torch.tensor([as_number(one.get("score")) for one in dicts]), {}, {}
+    scores, failures, example = torch.tensor([as_number(entry.get("score")) for entry in dicts]), {}, {}
     for row, result in enumerate(results):
         if scores[row].isnan() or (isinstance(result, dict) and set(result) != keys):
             failures[row] = why_no_score(result, keys)
@@ -349,8 +350,8 @@ def split_results(results: Sequence[Any]) -> tuple[Tensor, Columns, Failures]:
             example = example or dicts[row]
     scores[[*failures]] = 0
     filler = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in example.items()}
-    dicts = [filler if row in failures else one for row, one in enumerate(dicts)]
-    columns = {key: object_array([one.get(key) for one in dicts]) for key in filler if key != "score"}
+    dicts = [filler if row in failures else entry for row, entry in enumerate(dicts)]
+    columns = {key: object_array([entry.get(key) for entry in dicts]) for key in filler if key != "score"}
     return scores, columns, failures
 
 

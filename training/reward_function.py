@@ -79,8 +79,8 @@ class Form:
         known, self.of_data = {"data", "tokenizer"}, set[str]()
         if self.columns:
             known = {*self.columns, *FACTS}
-            others = {name for name, kind in kinds.items() if kind not in VARIADIC} - known - reward_kwargs.keys()
-            self.of_data = {name for name in others if not is_setting(function, name)}
+            unknown = {name for name, kind in kinds.items() if kind not in VARIADIC} - known - reward_kwargs.keys()
+            self.of_data = {name for name in unknown if not is_setting(function, name)}
         self.given = (known & kinds.keys()) | self.of_data
         if inspect.Parameter.VAR_KEYWORD in kinds.values():
             self.given |= set(list(self.columns)[:VERL_ARGUMENTS])
@@ -149,8 +149,8 @@ class FunctionReward:
                 f"{key}: {callable_name(function)} needs {' and '.join(missing)}: serve a judge yourself "
                 f"(python -m extras.server), and set {settings}.reward_router_address=HOST:PORT."
             )
-        given = dict.fromkeys(sorted(self.form.given))
-        bind(function, given, self.reward_kwargs, "the reward function", settings=settings)
+        arguments = dict.fromkeys(sorted(self.form.given))
+        bind(function, arguments, self.reward_kwargs, "the reward function", settings=settings)
 
     @property
     def title(self) -> str:
@@ -164,12 +164,12 @@ class FunctionReward:
         """Starts scoring, and returns a function that waits for the results: None for rows of other data sources."""
         if not self.data_sources or self.data_sources.issuperset(data.data_source):
             return self._begin(data)
-        places = [row for row, source in enumerate(data.data_source) if source in self.data_sources]
-        wait = self._begin(data[places]) if places else list
+        selected = [row for row, source in enumerate(data.data_source) if source in self.data_sources]
+        wait = self._begin(data[selected]) if selected else list
 
         def spread() -> list[Any]:
-            by_place = dict(zip(places, wait(), strict=True))
-            return [by_place.get(row) for row in range(len(data))]
+            result_of = dict(zip(selected, wait(), strict=True))
+            return [result_of.get(row) for row in range(len(data))]
 
         return spread
 
@@ -201,18 +201,18 @@ class FunctionReward:
 
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """Returns the arguments that the function names: of a call for every response, or of one for all."""
-        given = self.form.given
+        names = self.form.given
         if not self.form.columns:
             offered = {"data": data, "tokenizer": self.tokenizer}
-            return [{name: offered[name] for name in given}]
+            return [{name: offered[name] for name in names}]
         if missing := sorted(name for name in self.form.needed if name not in data):
             raise ValueError(
                 f"{callable_name(self.function)} cannot be called: there is no column {missing[0]!r}. It may name "
                 f"{', '.join([*self.form.columns, *sorted(FACTS)])} and the columns of the data set."
             )
-        present = [name for name in given - {"split"} if name not in self.form.of_data or name in data]
+        present = [name for name in names - {"split"} if name not in self.form.of_data or name in data]
         columns = {name: self._column(name, data) for name in present}
-        split = {"split": "val" if data.meta_info.get("validate") else "train"} if "split" in given else {}
+        split = {"split": "val" if data.meta_info.get("validate") else "train"} if "split" in names else {}
         if not self.form.takes_one_response:
             return [columns | split]
         return [{name: column[row] for name, column in columns.items()} | split for row in range(len(data))]
@@ -220,10 +220,10 @@ class FunctionReward:
     def _column(self, name: str, data: DataProto) -> list[Any]:
         """Returns an argument's value for every response."""
         if name == "messages":  # of the prompt, and all that followed
-            told, prompts = data.get("__messages__", [None] * len(data)), data.get("raw_prompt", data.prompts)
+            conversations, prompts = data.get("__messages__", [None] * len(data)), data.get("raw_prompt", data.prompts)
             return [
                 messages or [*as_messages(prompt), {"role": "assistant", "content": answer}]
-                for messages, prompt, answer in zip(told, prompts, data.responses, strict=True)
+                for messages, prompt, answer in zip(conversations, prompts, data.responses, strict=True)
             ]
         if name == "group":
             groups = defaultdict(list)
@@ -235,7 +235,7 @@ class FunctionReward:
 
 
 def requires(signature: inspect.Signature, argument: str) -> bool:
-    """Whether an argument has no default and, as far as is written there, may not be None."""
+    """Says whether an argument has no default and, as far as is written there, may not be None."""
     parameter = signature.parameters.get(argument)
     if parameter is None or parameter.default is not parameter.empty:
         return False
@@ -291,7 +291,7 @@ class WeightedReward:
         return f"reward.functions ({', '.join(part.label for part in self.parts)})"
 
     def check(self, rows: Mapping[int, Row]) -> None:
-        """As `FunctionReward.check`, of each."""
+        """Checks each function as `FunctionReward.check` does."""
         for part in self.parts:
             part.function.check(rows)
 
@@ -307,7 +307,7 @@ class WeightedReward:
         for part, result in zip(self.parts, results, strict=True):
             name = f"{part.label} of reward.functions, {callable_name(part.function.function)}"
             if isinstance(result, list | tuple):
-                result = [NOT_MINE if one is None else one for one in result]
+                result = [NOT_MINE if score is None else score for score in result]
             scores, columns, failures = parse_scores(result, (rows, 1), name)
             values = {part.label: scores.flatten().tolist()} | {f"{part.label}/{key}": columns[key] for key in columns}
             for row in range(rows):
@@ -333,8 +333,8 @@ def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None)
     """
     names = Counter([*(entry.name for entry in config.functions), *RUN_COLUMNS, *TAKEN])
     parts: list[Part] = []
-    for place, entry in enumerate(config.functions):
-        key = f"reward.functions[{place}]"
+    for index, entry in enumerate(config.functions):
+        key = f"reward.functions[{index}]"
         try:
             function = load_function(entry, config, tokenizer, key)
         except (ValueError, ImportError, AttributeError, OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The roles of a run, in one table: which columns each makes, whether it learns, and how a worker builds it.
+"""Lists the roles of a run in one table: which columns each makes, whether it learns, and how a worker builds it.
 
 A file of yours, named by actor_rollout_ref.model.external_lib, adds a role by `register_role`, and is loaded by the
 driver and by every worker.
@@ -155,12 +155,12 @@ def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[st
 
 
 def needs_critic(config: Config) -> bool:
-    """As verl's need_critic."""
+    """Says what verl's need_critic does."""
     return "critic" in needed_roles(config)
 
 
 def needs_reference(config: Config) -> bool:
-    """As verl's need_reference_policy."""
+    """Says what verl's need_reference_policy does."""
     return "ref" in needed_roles(config)
 
 
@@ -188,5 +188,5 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
 
 def loss_reads(config: Config) -> set[str]:
     """Names the columns of roles that the policy loss has as arguments without a default, after `TENSOR_ARGS`."""
-    made = {column for spec in ROLES.values() for column in spec.columns}
-    return made.intersection(list(required_arguments(policy_loss_of(config).function))[len(TENSOR_ARGS) :])
+    columns_of_roles = {column for spec in ROLES.values() for column in spec.columns}
+    return columns_of_roles.intersection(list(required_arguments(policy_loss_of(config).function))[len(TENSOR_ARGS) :])

@@ -53,7 +53,7 @@ class Run:
     """
 
     acts_after_last_step = False  # whether a run validates and saves at its end even if no frequency is set
-    most_skipped, skipped_hint = 3, ""  # updates in a row that loss or gradient spoil, and then the run ends
+    most_skipped, skipped_hint = 3, ""  # updates in a row without a finite loss or gradient that end the run
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Run:
                 with timer("testing", self.timing):
                     self.metrics = self.validate()
             if self.metrics and self.global_step > self.observers.record.last_step:
-                self.log(None)  # step 0, or one that was saved just before a kill
+                self.log(None)  # step 0, or a step saved just before a kill
             try:
                 ending = self.train()
             except WorkerError:
@@ -150,11 +150,11 @@ class Run:
                 self.after_step(batch)
                 save_requested, ending = requests.take()
                 self.metrics |= self.saver.finish(wait=False)
-                saves, last = save_requested or self.is_due(settings.save_freq), self.global_step == self.total_steps
-                if saves or last or ending is not None:
+                saves, is_last = save_requested or self.is_due(settings.save_freq), self.global_step == self.total_steps
+                if saves or is_last or ending is not None:
                     with timer("save_checkpoint", self.timing):
                         self.metrics |= self.save() if saves else {}
-                        self.metrics |= self.saver.finish(wait=last or ending is not None)
+                        self.metrics |= self.saver.finish(wait=is_last or ending is not None)
                 self.log(batch)
                 self.check_updates()
         return ending
@@ -183,7 +183,7 @@ class Run:
         return f"step {self.global_step} is saved when it is done", steps_lost(self.saver.newest, self.global_step)
 
     def is_due(self, frequency: int) -> bool:
-        """Whether something that is done every `frequency` steps (-1: never), and after the last, is done now."""
+        """Says whether something that is done every `frequency` steps (-1: never), and after the last, is done now."""
         if self.global_step == self.total_steps:
             return frequency > 0 or self.acts_after_last_step
         return frequency > 0 and self.global_step % frequency == 0
@@ -204,7 +204,7 @@ class Run:
 
     def is_written(self) -> bool:
         """Says whether the checkpoint that `write_state` began is whole."""
-        return all([all(model.all("is_saved")) for model in self.models.values()])  # each is asked
+        return all([all(model.all("is_saved")) for model in self.models.values()])  # the list asks each of them
 
     def resume(self) -> None:
         """Continues from the newest (or the named) checkpoint, if there is one."""
@@ -230,7 +230,7 @@ class Run:
 class Training:
     """Trains: the `action` of main.py on a trainer, unless a setting asks an extra for another one."""
 
-    writes = True  # into the run's folder
+    writes = True  # whether it writes into the run's folder
 
     @staticmethod
     def settle(config: Config) -> Config:
@@ -239,5 +239,5 @@ class Training:
 
     @staticmethod
     def act(trainer: Run) -> Metrics:
-        """Acts; returns metrics."""
+        """Trains; returns metrics."""
         return trainer.fit()

@@ -23,7 +23,7 @@ from data.types import Observer
 
 METRICS_FILE = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
-IN_WORDS = {"acc": "success"}  # names of verl's, for people
+IN_WORDS = {"acc": "success"}  # verl's name → what people read
 
 # What the console shows of a step: a template, and the metric or metrics that fill it.
 HEADLINES = (
@@ -56,7 +56,7 @@ class Observers(Observer):
         for observer in [*self.others]:
             try:
                 observer.stepped(step, batch, numbers)
-            except OSError as error:  # a full disk, for one: the numbers are in the record
+            except OSError as error:  # such as a full disk; the record has the numbers
                 logger.warning("%s ends before step %d: %s", type(observer).__name__, step, error)
                 self.others.remove(observer)
 
@@ -125,12 +125,12 @@ class Record(Observer):
 
     def started(self, step: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        last_kept = step or -1  # a fresh start repeats step 0 as well
-        kept = [entry for entry in read_metrics(self.path) if entry["step"] <= last_kept]
-        rewrite(self.path, b"".join(map(json_line, kept)))
-        if kept:
-            self.last_step = kept[-1]["step"]
-            self.seconds_before = kept[-1]["data"].get("training/seconds", 0.0)
+        last_step = step or -1  # a fresh start repeats step 0 as well
+        entries = [entry for entry in read_metrics(self.path) if entry["step"] <= last_step]
+        rewrite(self.path, b"".join(map(json_line, entries)))
+        if entries:
+            self.last_step = entries[-1]["step"]
+            self.seconds_before = entries[-1]["data"].get("training/seconds", 0.0)
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         assert step > self.last_step, (
@@ -219,9 +219,9 @@ def validation_headline(data: Mapping[str, float]) -> str | None:
     if not means:
         return None
     names = dict.fromkeys(name.split("/")[-2] for name in means)
-    measured = "/".join(IN_WORDS.get(name, name) for name in names)
+    metrics = "/".join(IN_WORDS.get(name, name) for name in names)
     several = f" (mean of {len(means)} sources)" if len(means) > 1 else ""
-    return f"validation {measured} {short_number(sum(means.values()) / len(means))}{several}"
+    return f"validation {metrics} {short_number(sum(means.values()) / len(means))}{several}"
 
 
 def short_number(value: float) -> str:

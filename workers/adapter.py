@@ -1,4 +1,4 @@
-"""Which weights of the policy are trained: the hook `adapter`. The core's: all of them."""
+"""Defines the hook `adapter`: which weights of the policy are trained. The core's: all of them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -58,11 +58,11 @@ class NoAdapter:
         return False
 
     def own_weights(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and whole value of what was added, as its files have it. All ranks go through them."""
+        """Yields the name and full value of each weight that was added, as its files have it, on all ranks."""
         return iter(())
 
     def scales(self, model: PreTrainedModel) -> dict[str, float]:
-        """What an engine that adds them itself multiplies parameters by, where that is not 1."""
+        """Returns the factors by which an engine that adds them itself multiplies parameters, where that is not 1."""
         return {}
 
     def saved_name(self, name: str) -> str:
@@ -73,7 +73,7 @@ class NoAdapter:
         """Returns the name that a parameter has in the plain model."""
         return name
 
-    def save(self, model: PreTrainedModel, own: dict[str, Tensor], folder: Path) -> None:
+    def save(self, model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
         """Writes the configs of `folder`/huggingface, and beside it what `own_weights` gave."""
         model.save_pretrained(folder / "huggingface", state_dict={})
 

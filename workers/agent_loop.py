@@ -80,7 +80,7 @@ class AgentLoop:
         An episode is one row, or one for each turn, which are neighbours. Row i draws by `seed` and by `first_row` + i,
         its place in the whole of which these prompts may be one worker's share.
         """
-        thread, before = CallingThread(), len(stuck)
+        thread, stuck_before = CallingThread(), len(stuck)
         pump = AsyncEngine(self.engine, nullcontext, thread)
         numbers = range(first_row, first_row + len(prompts))
         policies = [Policy(pump, sampling, seed, number, not self.turns_apart) for number in numbers]
@@ -88,8 +88,8 @@ class AgentLoop:
             try:
                 episodes = thread.run_until(asyncio.run_coroutine_threadsafe(self.play_all(prompts, policies), loop))
             finally:
-                self.engine.abort(range(next(pump.numbers)))  # each that was ever asked, left or not
-        report_stuck(before)
+                self.engine.abort(range(next(pump.numbers)))  # every request so far
+        report_stuck(stuck_before)
         return self.columns(prompts, episodes, [f"{seed}-{number}" for number in numbers])
 
     async def play_all(self, prompts: DataProto, policies: Sequence[Policy]) -> list[list[Sample]]:
@@ -142,8 +142,8 @@ class AgentLoop:
         return batch.union(prompts)
 
 
-def report_stuck(before: int) -> None:
-    """Warns of user code that was given up and goes on, if there is more of it than `before`.
+def report_stuck(previous: int) -> None:
+    """Warns of user code that was given up and goes on, if there is more of it than `previous`.
 
     Raises:
         RuntimeError: there are more than MOST_STUCK such calls.
@@ -152,5 +152,5 @@ def report_stuck(before: int) -> None:
     text = f"calls of environments or tools that hang, each in a thread: {len(stuck)}"
     if len(stuck) > MOST_STUCK:
         raise RuntimeError(f"{text}, more than {MOST_STUCK}. {remedy}")
-    if len(stuck) > before:
+    if len(stuck) > previous:
         logger.warning("%s. %s", text, remedy)

@@ -55,9 +55,9 @@ class Peers:
 def compute_together(size: int) -> None:
     """Makes `size` neighbours in rank peers, which are given the same rows; every rank calls it at the same time."""
     Peers.size, Peers.group = size, None
-    for place in range(size) if size > 1 else ():
-        group = new_group([*range(place, group_size(), size)])
-        if rank() % size == place:
+    for index in range(size) if size > 1 else ():
+        group = new_group([*range(index, group_size(), size)])
+        if rank() % size == index:
             Peers.group = group
 
 

@@ -84,7 +84,7 @@ class DataParallelPPOActor(TrainedModel):
 
     @torch.no_grad()
     def compute_loss(self, batch: DataProto, update: Update) -> dict[str, float]:
-        """The metrics that `update_policy` would have of its loss, for a loss that is a sum over tokens; no update."""
+        """Computes the metrics that `update_policy` would have of a loss that is a sum over tokens; no update."""
         metrics = PooledMetrics()
         with self.engine.at_work():
             for micro in self.micro_batches(batch):
@@ -103,11 +103,11 @@ class DataParallelPPOActor(TrainedModel):
             scores = score(self.engine.module, batch, self.log_prob_size, update.temperature)
         columns = {name: batch.batch[name] for name in ("response_mask", *self.loss_columns) if name in batch.batch}
         shares = gather_shares({"log_probs": scores.log_probs, **columns})
-        whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
-        log_probs = whole.pop("log_probs").requires_grad_()
+        gathered = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+        log_probs = gathered.pop("log_probs").requires_grad_()
         counted_once = metrics if data_rank() == 0 else PooledMetrics()
-        tokens = int(whole["response_mask"].sum())
-        loss = self.policy_term(whole, log_probs, tokens, update.counts, counted_once)
+        tokens = int(gathered["response_mask"].sum())
+        loss = self.policy_term(gathered, log_probs, tokens, update.counts, counted_once)
         counted_once.add_sum("actor/loss", loss)
         [gradient] = torch.autograd.grad(loss, log_probs)
         parts = gradient.split([len(share["log_probs"]) for share in shares])
@@ -119,7 +119,7 @@ class DataParallelPPOActor(TrainedModel):
         """Computes the policy loss of some rows, of `tokens` under the mask: their share of the mini-batch's."""
         mask, weights = columns["response_mask"], columns.get("rollout_is_weights")
         optional = {name: columns[name] for name in self.loss_reads} | self.config.policy_loss.kwargs
-        if weights is not None:  # else a loss that knows nothing of them will do
+        if weights is not None:  # without them, a loss need not accept them
             optional = {"rollout_is_weights": weights, **optional}
         loss, loss_metrics = call_policy_loss(
             self.policy_loss.function,

@@ -1,4 +1,4 @@
-"""One model in training: its weights, precision, optimiser and schedule, and its part of a checkpoint.
+"""Trains one model: its weights, precision, optimiser and schedule, and its part of a checkpoint.
 
 Actor, critic and supervised training all stand on `TrainEngine`. It knows nothing of losses: whoever owns one hands
 `update()` its value on each micro-batch, and the optimiser steps once. Of several workers each has a share of the
@@ -20,7 +20,7 @@ from configs.schema import OptimConfig
 from workers.collectives import gather
 from workers.model_checkpoint import ModelCheckpoint
 
-WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
+WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, smaller models lose by casts what they gain by products
 
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -123,7 +123,7 @@ class TrainEngine:
     def accumulate(self, losses: Iterable[Tensor]) -> bool:
         """Adds up the gradients of `losses`. Returns whether all are finite, asked once so that the host waits once."""
         finite = []
-        with torch.autocast(self.device.type, enabled=False):  # the outermost: weights cast within are kept to its end
+        with torch.autocast(self.device.type, enabled=False):  # outermost, so that it keeps casts of weights
             for loss in losses:
                 finite.append(loss.detach().isfinite())
                 loss.backward()
@@ -150,26 +150,26 @@ class TrainEngine:
     def weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yields name and value of every weight for a rollout engine, as a checkpoint has them; tied ones under each of
         their names. Of several workers all have to go through them. `merged`: with LoRA's matrices added."""
-        plain = self.adapter.weights(self.module, merged)  # one at a time: added ones are copies
+        weights = self.adapter.weights(self.module, merged)  # one at a time: added ones are copies
         if self.converts:
-            plain = revert_weight_conversion(self.module, dict(plain)).items()
-        for name, weight in plain:
+            weights = revert_weight_conversion(self.module, dict(weights)).items()
+        for name, weight in weights:
             yield name, self.parallel.full(weight)
 
     @cached_property
     def converts(self) -> bool:
-        """Whether a checkpoint has other weights than the module, such as those of experts one by one."""
+        """Says whether a checkpoint has other weights than the module, such as those of experts one by one."""
         weights = empty_weights(self.module)
         saved = revert_weight_conversion(self.module, weights)
         return any(saved.get(name) is not weight for name, weight in weights.items())
 
     def save(self, folder: Path, contents: Sequence[str], background: bool = False) -> None:
-        """`ModelCheckpoint.save`. The tokenizer beside the configs is the caller's."""
+        """Saves as `ModelCheckpoint.save`; the caller saves the tokenizer."""
         with self.at_work():
             self.checkpoint.save(folder, contents, background)
 
     def load(self, folder: Path) -> None:
-        """`ModelCheckpoint.load`."""
+        """Loads as `ModelCheckpoint.load`."""
         with self.at_work():  # moments go where the weights are
             self.checkpoint.load(folder)
 

@@ -1,4 +1,4 @@
-"""One engine, many clients: requests join and leave while a single thread steps it."""
+"""Serves many clients by one engine: requests join and leave while a single thread steps it."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ from data.types import Completion, Request, SamplingParams
 from workers.rollout import Rollout
 
 logger = logging.getLogger(__name__)
-WAIT_SHARE = 1 / 4  # of a step's time: the next step waits so long for turns to come, as few large steps cost less
+WAIT_SHARE = 1 / 4  # of a step's time, for which the next waits for new turns: few large steps cost less
 
 
 class EngineError(RuntimeError):
@@ -72,7 +72,7 @@ class CallingThread(Executor):
 
 class AsyncEngine:
     """Steps `engine` in the one thread of `thread`, within `precision()`, whenever there are requests. For use within
-    one event loop, which keeps all books."""
+    one event loop, which alone changes its state."""
 
     def __init__(
         self, engine: Rollout, precision: Callable[[], AbstractContextManager[None]], thread: Executor
@@ -80,11 +80,11 @@ class AsyncEngine:
         self.engine, self.precision, self.thread = engine, precision, thread
         self.numbers = itertools.count()
         self.clients: dict[int, Client] = {}  # by request id
-        self.joining: list[Request] = []  # to be added in the next step
-        self.leaving: list[int] = []  # requests to be aborted then
-        self.ended: list[int] = []  # episodes to be forgotten then
+        self.joining: list[Request] = []  # they are added in the next step
+        self.leaving: list[int] = []  # requests that are aborted then
+        self.ended: list[int] = []  # episodes that are forgotten then
         self.between_turns: set[int] = set()  # episodes whose last turn is answered, and whose next may come soon
-        self.all_back = asyncio.Event()  # set while there are none
+        self.all_back = asyncio.Event()  # set while `between_turns` is empty
         self.all_back.set()
         self.pumping: asyncio.Task | None = None
 
@@ -96,13 +96,13 @@ class AsyncEngine:
         request = Request(next(self.numbers), prompt_ids, sampling, seed, episode=episode if goes_on else None)
         self._is_back(episode)
         async with aclosing(self._pieces(Client(request, episode))) as pieces:
-            [whole] = [piece async for piece in pieces]
-        return Completion(request.id, whole.token_ids, whole.log_probs, whole.finish_reason, self.engine.weight_version)
+            [done] = [piece async for piece in pieces]
+        return Completion(request.id, done.token_ids, done.log_probs, done.finish_reason, self.engine.weight_version)
 
     async def answer(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool
     ) -> AsyncIterator[Piece]:
-        """Yields the response to a prompt, in pieces as its tokens come, or in one; to leave early ends the request.
+        """Yields the response to a prompt, in pieces as its tokens come, or in one; leaving early ends the request.
         Raises ValueError if the engine cannot answer it, EngineError if the engine raised."""
         request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise)
         async with aclosing(self._pieces(Client(request))) as pieces:
@@ -195,7 +195,7 @@ class AsyncEngine:
         if pumping.cancelled():
             return
         if (error := pumping.exception()) is None:
-            if self.joining or self.leaving or self.ended:  # they came after the last look
+            if self.joining or self.leaving or self.ended:  # they came after the last check
                 self._wake()
             return
         logger.error("the engine raised; the requests in flight are lost", exc_info=error)

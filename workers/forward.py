@@ -1,4 +1,4 @@
-"""How models are computed: the hook `forward`. The core's leaves them to PyTorch and transformers."""
+"""Defines the hook `forward`: how models are computed. The core's leaves them to PyTorch and transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from workers.forward_check import Trial
 
 
 class Forward:
-    """Leaves layers as they are, and batches padded; the base of what does more, which any of these may be asked to.
+    """Leaves layers as they are, and batches padded; the base of forwards that do more.
 
     Attributes:
         trial: tries whether a forward is to be used.
@@ -37,5 +37,5 @@ class Forward:
 
 
 def forward_of(settings: ModelConfig) -> Forward:
-    """The one that model.kernels names; auto: that of extras/kernels, where it is."""
+    """Finds the forward that model.kernels names; auto: that of extras/kernels, where it is."""
     return find("forward", "kernels" if settings.kernels == "auto" and has("forward", "kernels") else "off")()

@@ -17,17 +17,17 @@ from data.protocol import DataProto
 from workers.collectives import common_notice, largest
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
 
-TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward is far worse
-ROUNDINGS = 4  # so many times what rounding to the compute dtype does to the reference
+TOLERANCE = 1e-3  # right forwards of float32 weights agree far better, wrong ones far worse
+ROUNDINGS = 4  # times the change that rounding to the compute dtype makes
 SHORTEST = 9  # tokens of a trial's longest row, at least
 BEYOND, RESPONSE = 24, 16  # tokens behind a limit; those of its response, half of the row at most
 EAGER_WIDTH = 4608  # tokens; eager attention holds the square of them for every head
 FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of a forward that does not fit
-LIMITS = ("window", "window_size", "chunk_size")  # how names of settings end behind which a model attends otherwise
+LIMITS = ("window", "window_size", "chunk_size")  # endings of settings that limit how far a model attends
 
 
 class Trial:
-    """Holds the forwards of `model` against its eager attention in eval mode, on three ragged rows, each alone; they go
+    """Compares the forwards of `model` with its eager attention in eval mode, on three ragged rows, each alone; they go
     past the lengths behind which it computes otherwise, if the run does. Kernels may add to it.
 
     Args:
@@ -43,12 +43,12 @@ class Trial:
         self.model, self.dtypes = model, {torch.float32, dtype}
         self.ask = "values" if model.get_output_embeddings() is None else "log_probs"
         self.width = check_width(model, longest, self.shortest(model, dtype))
-        usual = model.config._attn_implementation
+        implementation = model.config._attn_implementation
         try:
             model.set_attn_implementation("eager")
             self.refer(self.width if self.width <= EAGER_WIDTH else SHORTEST)
         finally:
-            model.set_attn_implementation(usual)
+            model.set_attn_implementation(implementation)
 
     @staticmethod
     def shortest(model: PreTrainedModel, dtype: torch.dtype) -> int:
@@ -63,10 +63,10 @@ class Trial:
     def problem(self, dtype: torch.dtype) -> str | None:
         """Says, on all ranks alike, why the forward that the model has now is not to be used; None: it may. It has each
         row alone, and all together as generation computes and as the trainer does."""
-        reference, together = self.reference[dtype], len(self.batch)
+        reference, all_rows = self.reference[dtype], len(self.batch)
         limit, differences = tolerance(reference, self.reference[torch.float32]), []
         try:
-            for rows, training in ((1, False), (together, False), (together, True)):
+            for rows, training in ((1, False), (all_rows, False), (all_rows, True)):
                 distance = (self.scores(rows, dtype, training) - reference).abs().max().item()
                 if not distance < limit:
                     differences.append(distance)
@@ -208,7 +208,6 @@ def changes_by_length(rope_type: Any) -> bool:
 
 def add_position(module: nn.Module, args: tuple, kwargs: dict[str, Any], last: int) -> tuple[tuple, dict[str, Any]]:
     """Adds the column `last` to position_ids [b, q], before the forward of a rotary embedding."""
-
     positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     longer = torch.cat([positions, torch.full_like(positions[:, :1], last)], dim=1)
     if "position_ids" in kwargs:

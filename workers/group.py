@@ -108,10 +108,10 @@ class RolloutRole(Role):
         """Returns a response to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout beside its
         own. An engine gets as many rows as another, or one more: how long responses will be is not known."""
         parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine // self.peers)
-        none = [prompts[0:0]] * (self.workers_per_engine - 1)
+        no_rows = [prompts[0:0]] * (self.workers_per_engine - 1)
         first_rows, episodes = accumulate(map(len, parts), initial=0), are_episodes(prompts)
         engines = zip(parts, first_rows, strict=False)
-        shares = [(rows, sampling, seed, first, episodes) for part, first in engines for rows in (part, *none)]
+        shares = [(rows, sampling, seed, first, episodes) for part, first in engines for rows in (part, *no_rows)]
         answers = self._deal("generate_sequences", shares)
         return join_rows([*filter(len, answers)] or answers[:1])
 
@@ -119,7 +119,7 @@ class RolloutRole(Role):
         """Makes the engines sample from the actor's present weights, which have this number; returns the certificate
         that they do: rollout/weight_version, and, if it was probed, rollout/sync_max_logprob_diff."""
         certificates = self.all("update_weights", version)
-        return {name: max(each[name] for each in certificates) for name in certificates[0]}
+        return {name: max(certificate[name] for certificate in certificates) for name in certificates[0]}
 
 
 def roles_of(pools: Mapping[str, Group], policy: ActorRolloutRefConfig) -> dict[str, Role]:
@@ -128,9 +128,9 @@ def roles_of(pools: Mapping[str, Group], policy: ActorRolloutRefConfig) -> dict[
     roles = {name: Role(group, ROLES[name], peers if ROLES[name].like_policy else 1) for name, group in pools.items()}
     if "rollout" in roles:
         engine = load_rollout_class(policy.rollout.name)
-        together = 1 if engine.own_weights else peers  # by the layers that are split
+        engine_peers = 1 if engine.own_weights else peers  # by the layers that are split
         parts = engine.workers_per_engine(policy.rollout)
-        roles["rollout"] = RolloutRole(pools["rollout"], ROLES["rollout"], together, parts)
+        roles["rollout"] = RolloutRole(pools["rollout"], ROLES["rollout"], engine_peers, parts)
     return roles
 
 
@@ -151,6 +151,6 @@ def shares_of(
     mask = batch.batch["attention_mask"].clone()
     if repeats_are_free:
         mask[repeats_prompt(batch), : prompt_width(batch)] = 0
-    work = [calculate_workload(tokens) for tokens in mask.sum(1).tolist()]
-    given = batch.select(non_tensor_batch_keys=[*objects], meta_info_keys=[])
-    return [given[rows] for rows in neighbour_shares(work, count)]
+    workloads = [calculate_workload(tokens) for tokens in mask.sum(1).tolist()]
+    inputs = batch.select(non_tensor_batch_keys=[*objects], meta_info_keys=[])
+    return [inputs[rows] for rows in neighbour_shares(workloads, count)]

@@ -1,8 +1,8 @@
-"""Rollouts by the Hugging Face model itself: no second copy of the weights, nothing to synchronise.
+"""Generates by the Hugging Face model itself: no second copy of the weights, nothing to synchronise.
 
 A sampling loop in place of `generate`: a prompt is prefilled once for the rows that start together, then a step draws
 one token of each row. Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by
-its own seed, so its tokens do not depend on its company; the log-prob comes out of the softmax that is sampled from.
+its own seed, so its tokens do not depend on other rows; the log-prob comes out of the softmax that is sampled from.
 What a model keeps of the rows from token to token is a subclass's of `RunningBatch`: here, transformers' caches.
 extras/kernels has rows that share their prompts, and keep what episodes have read.
 """
@@ -31,8 +31,8 @@ from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up
 from workers.micro_batches import to_device
 from workers.rollout import Rollout, check_request, divergence, sample_of
 
-REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
-TRIAL_TOKENS = 5  # of a trial's responses: enough steps for the kernels of long ones
+REFILL = 1 / 8  # of max_num_seqs, which must be free before waiting rows are prefilled
+TRIAL_TOKENS = 5  # of a trial's responses, enough steps for the kernels of long ones
 VOCABULARY_BLOCK = 128  # tokens whose probabilities are summed before a block is chosen
 
 
@@ -56,11 +56,11 @@ class RunningRow:
 
 
 def sampling_kinds(rows: Sequence[RunningRow], device: torch.device) -> dict[SamplingParams, Tensor]:
-    """Groups `rows` by how their tokens are drawn: the places of each kind, [n]."""
-    places: dict[SamplingParams, list[int]] = {}
-    for place, row in enumerate(rows):
-        places.setdefault(replace(row.request.sampling, max_tokens=0, stop_token_ids=()), []).append(place)
-    return {kind: on_device(its, device) for kind, its in places.items()}
+    """Groups `rows` by how their tokens are drawn: the indices of each kind, [n]."""
+    indices: dict[SamplingParams, list[int]] = {}
+    for index, row in enumerate(rows):
+        indices.setdefault(replace(row.request.sampling, max_tokens=0, stop_token_ids=()), []).append(index)
+    return {kind: on_device(rows_of_kind, device) for kind, rows_of_kind in indices.items()}
 
 
 class RunningBatch:
@@ -100,12 +100,12 @@ class RunningBatch:
     def _forward(self) -> Tensor:
         """Returns logits after the last token of each row that is alive: [b, V] float32."""
 
-    def _forget(self, gone: Sequence[int]) -> list[int]:
-        """Ends the rows at the places `gone` [n], ascending. Returns the row now at each place."""
+    def _forget(self, ended: Sequence[int]) -> list[int]:
+        """Ends the rows at the indices `ended` [n], ascending. Returns the row now at each index."""
 
-    def _left(self, row: RunningRow, prefilled: Any, place: int) -> None:
-        """Is told of a row that has ended: by its first token, which answers the prompt at `place` of `prefilled`; or
-        later (prefilled None), at `place` of the rows alive."""
+    def _left(self, row: RunningRow, prefilled: Any, index: int) -> None:
+        """Hears of a row that has ended: by its first token, which answers the prompt at `index` of `prefilled`; or
+        later (prefilled None), at `index` of the rows alive."""
 
     def _new_tokens(
         self, prompts: list[tuple[int, ...]], rows: Mapping[tuple[int, ...], Sequence[Request]]
@@ -137,25 +137,25 @@ class RunningBatch:
         prompts, finished = list(rows), []
         new = self._new_tokens(prompts, rows)
         for part in padded_parts(new, self.max_num_batched_tokens):
-            finished += self._join_pass({prompts[place]: rows[prompts[place]] for place in part})
+            finished += self._join_pass({prompts[index]: rows[prompts[index]] for index in part})
         return finished
 
     def _join_pass(self, prompts: dict[tuple[int, ...], list[Request]]) -> list[Completion]:
-        """`join` for the requests of some prompts, which go through the model together."""
+        """Joins the requests of some prompts, which go through the model together."""
         prefilled, logits = self._prefill(list(prompts))
-        source = [place for place, answers in enumerate(prompts.values()) for _ in answers]
+        source = [index for index, answers in enumerate(prompts.values()) for _ in answers]
         rows = [self._row(request) for answers in prompts.values() for request in answers]
         device, lengths = logits.device, [*map(len, prompts)]
         ends, last = self._draw(rows, sampling_kinds(rows, device), logits[on_device(source, device)])
-        for place in ends:
-            self._left(rows[place], prefilled, source[place])
+        for index in ends:
+            self._left(rows[index], prefilled, source[index])
         if len(ends) < len(rows):
             stays = sorted({*range(len(rows))}.difference(ends))
             longest = max(row.request.sampling.max_tokens for row in rows)
-            self._keep(prefilled, lengths, [source[place] for place in stays], longest)
+            self._keep(prefilled, lengths, [source[index] for index in stays], longest)
             last = torch.cat([self.last, last[on_device(stays, device)]])
-            self._set_alive(self.alive + [rows[place] for place in stays], last)
-        return [rows[place].completion(self.weight_version) for place in ends]
+            self._set_alive(self.alive + [rows[index] for index in stays], last)
+        return [rows[index].completion(self.weight_version) for index in ends]
 
     def _row(self, request: Request) -> RunningRow:
         stops = self.stop_ids.union(request.sampling.stop_token_ids)
@@ -163,45 +163,45 @@ class RunningBatch:
 
     def step(self) -> list[Completion]:
         """Draws one more token of each row that is alive; those that end by it leave."""
-        gone, self.last = self._draw(self.alive, self.kinds, self._forward())
-        for place in gone:
-            self._left(self.alive[place], None, place)
-        return [row.completion(self.weight_version) for row in self._leave(gone)] if gone else []
+        ended, self.last = self._draw(self.alive, self.kinds, self._forward())
+        for index in ended:
+            self._left(self.alive[index], None, index)
+        return [row.completion(self.weight_version) for row in self._leave(ended)] if ended else []
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends the rows of these requests; those that have none here are ignored."""
-        if dropped := [place for place, row in enumerate(self.alive) if row.request.id in ids]:
+        if dropped := [index for index, row in enumerate(self.alive) if row.request.id in ids]:
             self._leave(dropped)
 
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
-        """Token ids and log-probs of the rows that answer the requests in `seen`, beyond the first `seen[id]`."""
+        """Returns tokens and log-probs of the rows that answer the requests in `seen`, beyond the first `seen[id]`."""
         rows = {row.request.id: row for row in self.alive if row.request.id in seen}
         return {number: (row.token_ids[seen[number] :], row.log_probs[seen[number] :]) for number, row in rows.items()}
 
-    def _leave(self, gone: Sequence[int]) -> list[RunningRow]:
-        """Ends the rows at the places `gone` [n], ascending; returns them."""
-        ended = [self.alive[place] for place in gone]
-        order = self._forget(gone)
-        self._set_alive([self.alive[place] for place in order], self.last[on_device(order, self.last.device)])
+    def _leave(self, indices: Sequence[int]) -> list[RunningRow]:
+        """Ends the rows at `indices` [n], ascending; returns them."""
+        ended = [self.alive[index] for index in indices]
+        order = self._forget(indices)
+        self._set_alive([self.alive[index] for index in order], self.last[on_device(order, self.last.device)])
         return ended
 
     def _draw(
         self, rows: Sequence[RunningRow], kinds: Mapping[SamplingParams, Tensor], logits: Tensor
     ) -> tuple[list[int], Tensor]:
-        """Gives each of `rows` [b] its next token. Returns the places of those that end by it, ascending, and the
+        """Gives each of `rows` [b] its next token. Returns the indices of those that end by it, ascending, and the
         tokens, [b], on the device."""
         uniforms = on_device(np.array([row.uniforms.random() for row in rows]), logits.device)
         sampled, log_probs = sample_rows(logits, kinds, uniforms)
         # The one time in a step that the host waits for the device. Token ids are exact in float64.
         drawn = torch.stack([sampled.double(), log_probs.double()]).tolist()
-        if broken := [place for place, log_prob in enumerate(drawn[1]) if not math.isfinite(log_prob)]:
+        if broken := [index for index, log_prob in enumerate(drawn[1]) if not math.isfinite(log_prob)]:
             request, token = rows[broken[0]].request, len(rows[broken[0]].token_ids) + 1
-            where = f"{len(broken)} of {len(rows)} rows (request {request.id}, token {token} of its response)"
-            raise divergence(self.weight_version, where)
+            location = f"{len(broken)} of {len(rows)} rows (request {request.id}, token {token} of its response)"
+            raise divergence(self.weight_version, location)
         for row, token, log_prob in zip(rows, *drawn, strict=True):
             row.token_ids.append(int(token))
             row.log_probs.append(log_prob)
-        return [place for place, row in enumerate(rows) if row.ends], sampled
+        return [index for index, row in enumerate(rows) if row.ends], sampled
 
 
 @dataclass
@@ -215,14 +215,14 @@ class Rows:
     seen: int = 0
 
     def select(self, rows: Sequence[int]) -> "Rows":
-        """Returns the rows at the places `rows` [n], which may repeat; the old ones may not be used any more."""
-        places = on_device(rows, self.ids.device)
+        """Returns the rows at the indices `rows` [n], which may repeat; the old ones may not be used any more."""
+        indices = on_device(rows, self.ids.device)
         if self.cache is not None:
-            self.cache.reorder_cache(places)
-        return replace(self, ids=self.ids[places], mask=self.mask[places])
+            self.cache.reorder_cache(indices)
+        return replace(self, ids=self.ids[indices], mask=self.mask[indices])
 
     def append(self, tokens: Tensor) -> None:
-        """Another token of each, [b, 1]."""
+        """Adds another token of each, [b, 1]."""
         self.ids = torch.cat([self.ids, tokens], dim=1)
         self.mask = torch.cat([self.mask, torch.ones_like(tokens)], dim=1)
 
@@ -252,13 +252,13 @@ class SeparateRows(RunningBatch):
             part.append(last)
         return torch.cat([self._logits(part) for part in self.parts])
 
-    def _forget(self, gone: Sequence[int]) -> list[int]:
-        stays, first, parts = sorted({*range(len(self))}.difference(gone)), 0, []
+    def _forget(self, ended: Sequence[int]) -> list[int]:
+        stays, first, parts = sorted({*range(len(self))}.difference(ended)), 0, []
         for part in self.parts:
             size = len(part.ids)
-            kept = [place - first for place in stays if first <= place < first + size]
-            if kept:
-                parts.append(part if len(kept) == size else part.select(kept))
+            staying = [index - first for index in stays if first <= index < first + size]
+            if staying:
+                parts.append(part if len(staying) == size else part.select(staying))
             first += size
         self.parts = parts
         return stays
@@ -278,7 +278,7 @@ class NoCacheBatch(SeparateRows):
     caches = False
 
 
-BATCH_CLASSES = (SeparateRows, NoCacheBatch)  # to generate, behind those of the model's kernels
+BATCH_CLASSES = (SeparateRows, NoCacheBatch)  # tried after those of the model's kernels
 
 
 class HFRollout(Rollout):
@@ -298,7 +298,7 @@ class HFRollout(Rollout):
         super().__init__(config, tokenizer, model)
         self.positions = position_count(model.config.get_text_config())
         self.batch: RunningBatch | None = None  # while there are requests
-        self.set_up = ExitStack()  # what the module is set up with meanwhile
+        self.set_up = ExitStack()  # undoes the set-up of the module at the end
         self.batch_class: type[RunningBatch] = self._choose_batch_class()
 
     def _choose_batch_class(self) -> type[RunningBatch]:
@@ -335,15 +335,15 @@ class HFRollout(Rollout):
         return None if distance < tolerance(trained, exact) else f"log_probs differ by {distance:.1g}"
 
     def _sample_trial(self) -> DataProto:
-        """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past; and
-        to what the latter two begin, as their next turns."""
+        """Samples responses to a prompt twice, to a shorter one, and to one that ends before the length that they go
+        past; and to what the latter two begin, as their next turns."""
         width = check_width(self.module, self.config.prompt_length + self.config.response_length)
-        rows, most = ragged_batch(self.module, width).batch["input_ids"] % self.vocab_size, width - TRIAL_TOKENS
-        lengths = {0: most, 1: max(1, most // 2), 2: max(1, most - TRIAL_TOKENS)}
+        rows, prompt_width = ragged_batch(self.module, width).batch["input_ids"] % self.vocab_size, width - TRIAL_TOKENS
+        lengths = {0: prompt_width, 1: max(1, prompt_width // 2), 2: max(1, prompt_width - TRIAL_TOKENS)}
         sampling = SamplingParams(True, 1.0, -1, 1.0, TRIAL_TOKENS)
         samples: list[Sample] = []
         try:
-            for turn in ([(0, lengths[0]), *lengths.items()], [(1, most - 1), (2, most)]):
+            for turn in ([(0, lengths[0]), *lengths.items()], [(1, prompt_width - 1), (2, prompt_width)]):
                 requests = [
                     Request(i, rows[row, :length].tolist(), sampling, seed=i, episode=row)
                     for i, (row, length) in enumerate(turn)
@@ -351,7 +351,7 @@ class HFRollout(Rollout):
                 samples += map(sample_of, requests, self.generate(requests))
         finally:
             self.forget(range(len(rows)))
-        return collate(samples, most, TRIAL_TOKENS, self.pad_token_id)
+        return collate(samples, prompt_width, TRIAL_TOKENS, self.pad_token_id)
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.positions)
@@ -416,7 +416,7 @@ class HFRollout(Rollout):
         return {} if self.batch is None else self.batch.tokens_so_far(seen)
 
     def _join(self) -> list[Completion]:
-        """Waiting requests take the free places, once there are enough of them; those that end by their first token."""
+        """Gives waiting requests the free places, if there are enough; returns those that end by their first token."""
         free = self.config.max_num_seqs - len(self.batch)
         if not self.waiting or free < self.config.max_num_seqs * REFILL:
             return []
@@ -426,9 +426,9 @@ class HFRollout(Rollout):
     def _start(self) -> None:
         self.module.eval()
         self.set_up.callback(self.module.train)
-        most, kept = self.config.max_num_batched_tokens, self.config.prompt_length + self.config.response_length
-        kept *= self.config.max_num_seqs
-        self.batch = self.batch_class(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, kept)
+        config, stop_ids, pad_token_id = self.config, self.stop_ids, self.pad_token_id
+        limits = config.max_num_batched_tokens, (config.prompt_length + config.response_length) * config.max_num_seqs
+        self.batch = self.batch_class(self.module, stop_ids, pad_token_id, self.weight_version, *limits)
         self.set_up.callback(self.batch.close)
 
     def _stop(self) -> None:
@@ -465,7 +465,7 @@ def last_logits(
     cache: Cache | None,
     **for_attention: Any,
 ) -> Tensor:
-    """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q]; without a cache, `ids` are all."""
+    """Computes the logits after the last of `ids` [b, q], [b, V] float32; `mask` [b, cached + q] has the cache too."""
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **for_attention}
     if cache is not None:
         inputs["past_key_values"] = cache
@@ -474,7 +474,7 @@ def last_logits(
 
 
 def sample_rows(logits: Tensor, kinds: Mapping[SamplingParams, Tensor], uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row of `logits` [b, V] and its log-prob, as `sample` draws them: the rows at `kinds[s]` by s."""
+    """Draws a token per row of `logits` [b, V] and its log-prob, as `sample` does: the rows at `kinds[s]` by s."""
     if len(kinds) == 1:
         return sample(logits, next(iter(kinds)), uniforms)
     chosen, log_probs = torch.zeros_like(uniforms, dtype=torch.long), logits.new_zeros(len(logits))
@@ -484,7 +484,7 @@ def sample_rows(logits: Tensor, kinds: Mapping[SamplingParams, Tensor], uniforms
 
 
 def sample(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row of `logits` [b, V], and its log-prob under the distribution it was drawn from: both [b].
+    """Draws a token per row of `logits` [b, V], and its log-prob under the distribution it was drawn from: both [b].
 
     `uniforms` [b] float64 in [0, 1) decide: the token is the first at which the cumulative probability passes them.
     """
@@ -505,8 +505,8 @@ def sample(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[
 
 
 def first_beyond(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each row of `weights` [b, V] ≥ 0 whose cumulative sum passes that share of the row's sum, [b],
-    never one of weight 0; and the sum [b] float64.
+    """Finds the first index of each row of `weights` [b, V] ≥ 0 at which the cumulative sum passes that share of the
+    row's sum, [b], never one of weight 0; and the sum [b] float64.
 
     In two stages, first a block of tokens and then a token of it: one pass over V, and float64 where sums get long.
     """
@@ -522,13 +522,13 @@ def first_beyond(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The place that `uniforms` [b, 1] fall on in `weights` [b, n], and how far into it they reach, in [0, 1)."""
+    """Finds the index that `uniforms` [b, 1] fall on in `weights` [b, n], and how far into it they reach, in [0, 1)."""
     sums = weights.cumsum(-1)
     below_total = torch.nextafter(sums[:, -1:], torch.zeros_like(uniforms))  # rounding must not lead beyond the end
     targets = torch.minimum(uniforms * sums[:, -1:], below_total)
-    place = torch.searchsorted(sums, targets, right=True).clamp_(max=weights.shape[-1] - 1)  # only NaN leads beyond
-    mass = weights.gather(-1, place)
-    return place, ((targets - sums.gather(-1, place) + mass) / mass).clamp(0, 1)
+    index = torch.searchsorted(sums, targets, right=True).clamp_(max=weights.shape[-1] - 1)  # only NaN leads beyond
+    mass = weights.gather(-1, index)
+    return index, ((targets - sums.gather(-1, index) + mass) / mass).clamp(0, 1)
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
@@ -543,7 +543,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """The smallest set of most likely tokens whose probability reaches p, the others −∞ (nucleus, arXiv:1904.09751)."""
+    """Keeps the fewest likeliest tokens whose probability reaches p, the others −∞ (nucleus, arXiv:1904.09751)."""
     ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
     beyond = ordered.cumsum(-1) - ordered >= p  # the mass before this token already reaches p
     return logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)

@@ -90,7 +90,7 @@ class MicroBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it holds no row, and is only there so that all ranks run as many forward passes."""
+        """Says whether it holds no row, and is only there so that all ranks run as many forward passes."""
         return len(self.rows) == 0
 
     @cached_property
@@ -133,16 +133,16 @@ def micro_batches(
         prompt = int(mask[rows, :split].sum(1).max())
         width = max(1, int(mask[rows, split:].sum(1).max()))
         span = slice(split - prompt, split + width)
-        taken = {name: batch.batch[name][rows, span] for name in WHOLE_SEQUENCE}
-        taken |= {name: batch.batch[name][rows, :width] for name in ["responses", *columns]}
-        yield MicroBatch(rows, taken, width).to(device)
+        tensors = {name: batch.batch[name][rows, span] for name in WHOLE_SEQUENCE}
+        tensors |= {name: batch.batch[name][rows, :width] for name in ["responses", *columns]}
+        yield MicroBatch(rows, tensors, width).to(device)
 
 
 def dummy(device: torch.device) -> MicroBatch:
     """Makes a micro-batch of one prompt token and one response token, which are in no batch."""
     ids = torch.zeros(1, 2, dtype=torch.long)
-    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(2).unsqueeze(0)}
-    columns = {**whole, "responses": ids[:, 1:]}
+    sequence = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(2).unsqueeze(0)}
+    columns = {**sequence, "responses": ids[:, 1:]}
     return MicroBatch(torch.empty(0, dtype=torch.long), columns, response_width=1).to(device)
 
 

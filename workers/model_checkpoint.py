@@ -1,5 +1,5 @@
-"""One model's part of a checkpoint: its weights, AdamW's moments, its process's random generators, and a folder for
-from_pretrained. Whatever layout of workers wrote it, any other reads it."""
+"""Saves and loads a model's part of a checkpoint: weights, AdamW's moments, its process's random generators, and a
+folder for from_pretrained. Whatever layout of workers wrote it, any other reads it."""
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ class ModelCheckpoint:
         self.module, self.optimizer, self.weights = module, optimizer, weights
         self.pending: Future | None = None  # what is being written in the background
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.group: dist.ProcessGroup | None = None  # of all ranks, for the background alone
+        self.group: dist.ProcessGroup | None = None  # all ranks; only for the background
 
     def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
         """Writes the parts named in `contents` into `folder`: model/, optim/, a file of generators a rank, and the
@@ -56,7 +56,7 @@ class ModelCheckpoint:
                 "disk that all machines share, as each worker writes its shards"
             )
         if self.pending:
-            wait([self.pending])  # of a checkpoint that was given up elsewhere
+            wait([self.pending])  # another rank may have given that checkpoint up
             self.pending = None
         parts = {}
         if "model" in contents:

@@ -93,12 +93,12 @@ class ModelWorker:
             self.roles["rollout"].close()
 
     def load_policy(
-        self, model: ModelConfig, role: str, like: PreTrainedModel | None = None, key: str = MODEL_KEY
+        self, model: ModelConfig, role: str, sibling: PreTrainedModel | None = None, key: str = MODEL_KEY
     ) -> PreTrainedModel:
-        """Loads a policy at the path that is set as `key`.path, spread as that of `role`; `like`: one that was loaded
-        from there."""
+        """Loads a policy at the path that is set as `key`.path, spread as that of `role`; `sibling`: a model that was
+        loaded from there."""
         with forked_rng(derive_seed(self.config.trainer.seed, "worker")):  # for weights that the folder does not hold
-            return load_causal_lm(model, self.device, self.dtype, self.longest, self.layouts[role], like, key=key)
+            return load_causal_lm(model, self.device, self.dtype, self.longest, self.layouts[role], sibling, key=key)
 
     def load_values(self, path: str) -> PreTrainedModel:
         """Loads a model with a value head of its own, in the settings of the policy's model."""
@@ -133,15 +133,15 @@ class ColocatedRollout:
     ) -> DataProto:
         """Generates responses to this worker's `prompts`, or, if there are `episodes` in the whole batch, those that
         they begin; the first is row `first_row` of it."""
-        with ExitStack() as held:
-            held.enter_context(forked_rng(derive_seed(seed, "rows", first_row)))  # other rows, other draws
+        with ExitStack() as contexts:
+            contexts.enter_context(forked_rng(derive_seed(seed, "rows", first_row)))  # other rows have other draws
             if not self.engine.own_weights:
-                held.enter_context(self.policy.at_work())
-                held.enter_context(self.policy.parallel.whole(self.policy.module))
+                contexts.enter_context(self.policy.at_work())
+                contexts.enter_context(self.policy.parallel.whole(self.policy.module))
             self.sync.check_gathered()
             if self.engine.lost_weights:
                 self.update_weights(self.engine.weight_version)
-            held.enter_context(self.policy.autocast())
+            contexts.enter_context(self.policy.autocast())
             self.engine.wake_up()
             try:
                 with self.engine.together():
@@ -157,7 +157,7 @@ class ColocatedRollout:
         return generate_batch(self.engine, prompts, sampling, seed, first_row)
 
     def close(self) -> None:
-        """Closes engine and environments; of one that raises is warned, and the others are closed."""
+        """Closes engine and environments; warns of one that raises, and closes the others."""
         for name in ("engine", "agent_loop"):
             if name in vars(self):
                 with warns_of_close(name.replace("_", " ")):
@@ -172,9 +172,9 @@ class ColocatedRollout:
 def build_rollout(worker: ModelWorker) -> ColocatedRollout:
     config, policy = worker.config.actor_rollout_ref.rollout, worker.policy
     kind = load_rollout_class(config.name)
-    # An engine may try what it can do, by all weights, in the precision that it will do it in.
-    whole = nullcontext() if kind.own_weights else policy.parallel.whole(policy.module)
-    with policy.at_work(), whole, policy.autocast():
+    # An engine may try itself out, which takes all weights and the precision of the run.
+    full_weights = nullcontext() if kind.own_weights else policy.parallel.whole(policy.module)
+    with policy.at_work(), full_weights, policy.autocast():
         engine = build_engine(kind, config, worker.tokenizer, policy.module)
     rollout = ColocatedRollout(worker.config, worker.tokenizer, engine, policy)
     if engine.own_weights:
@@ -213,14 +213,14 @@ class StandaloneRollout:
         self.vocab_size = model_config.get_text_config().vocab_size
         self.dtype = compute_dtype("auto", self.device)
         module = load_causal_lm(model, self.device, self.dtype, longest)
-        with self.precision():  # an engine may try what it can do, in the precision that it will do it in
+        with self.precision():  # an engine may try itself out in the precision of the run
             self.engine = build_engine(engine_class, rollout, tokenizer, module)
         if not engine_class.elsewhere:
             self.engine.load_weights(module.adapter.weights(module), version=0)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """The compute precision of a run on this device, for the thread that enters it."""
+        """Computes the block in the precision of a run on this device, in the thread that enters it."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             yield
 
@@ -231,10 +231,10 @@ def memory_report(config: Config, layouts: Mapping[str, Replicas], card: int) ->
     Raises:
         ConfigError: they do not fit, or not beside the engine's share; names the keys to turn.
     """
-    held, rollout = model_bytes(config, layouts), config.actor_rollout_ref.rollout
+    role_bytes, rollout = model_bytes(config, layouts), config.actor_rollout_ref.rollout
     share = int(rollout.gpu_memory_utilization * card) if rollout.name == "vllm" else 0
-    parts = " + ".join(f"{role} {size / GIB:.1f}" for role, size in held.items())
-    if sum(held.values()) + share > card:
+    parts = " + ".join(f"{role} {size / GIB:.1f}" for role, size in role_bytes.items())
+    if sum(role_bytes.values()) + share > card:
         engine = f" beside the {share / GIB:.1f} of rollout.gpu_memory_utilization" if share else ""
         raise ConfigError(
             f"actor_rollout_ref.model.path: models take {parts} GiB{engine}, and the GPU has {card / GIB:.1f}. More "
@@ -248,18 +248,18 @@ def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, in
     policy, roles = config.actor_rollout_ref, needed_roles(config)
     size = parameter_count(policy.model, policy.model.path, "actor_rollout_ref.model.path", AutoModelForCausalLM)
     trains_all = policy.model.adapter == "none"
-    held = {"actor": layouts["policy"].bytes_held(size, policy.actor.optim if trains_all else None)}
+    role_bytes = {"actor": layouts["policy"].bytes_held(size, policy.actor.optim if trains_all else None)}
     if "ref" in roles and trains_all:
-        held["ref"] = layouts["ref"].bytes_held(size, None)
+        role_bytes["ref"] = layouts["ref"].bytes_held(size, None)
     if "critic" in roles:
         path, kind = config.critic.model.path, AutoModelForTokenClassification
         size = parameter_count(policy.model, path, "critic.model.path", kind)
-        held["critic"] = layouts["policy"].bytes_held(size, config.critic.optim)
+        role_bytes["critic"] = layouts["policy"].bytes_held(size, config.critic.optim)
     if "rm" in roles:
         judge = config.reward.reward_model.model
         size = parameter_count(judge, judge.path, "reward.reward_model.model.path", AutoModelForSequenceClassification)
-        held["rm"] = layouts["rm"].bytes_held(size, None)
-    return held
+        role_bytes["rm"] = layouts["rm"].bytes_held(size, None)
+    return role_bytes
 
 
 def parameter_count(settings: PretrainedModelConfig, path: str | None, key: str, auto_class: type) -> int:

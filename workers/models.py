@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 Report = dict[str, Collection[str]]  # transformers' of a load: names by missing_keys, unexpected_keys
 MODEL_KEY = "actor_rollout_ref.model"
 WHOLE = Replicas()
-LONGEST = 1 << 20  # tokens, where nobody says: no sequence of any run is longer
+LONGEST = 1 << 20  # tokens, the default: no sequence of any run is longer
 
 transformers_logging.disable_progress_bar()
 
@@ -79,7 +79,7 @@ def load_causal_lm(
     dtype: torch.dtype = torch.float32,
     longest: int = LONGEST,
     parallel: Replicas = WHOLE,
-    like: PreTrainedModel | None = None,
+    sibling: PreTrainedModel | None = None,
     *,
     key: str = MODEL_KEY,
 ) -> PreTrainedModel:
@@ -87,11 +87,11 @@ def load_causal_lm(
 
     Args:
         parallel: how it is spread over the workers.
-        like: what this has already loaded from there, whose forward is taken without another trial.
+        sibling: a model loaded from there before, whose forward is taken without another trial.
         key: the section that sets the path, for messages.
     """
     loaded = _load(AutoModelForCausalLM, model, f"{key}.path", device, parallel)
-    return scoring_model(loaded, model, device, dtype, longest, like)
+    return scoring_model(loaded, model, device, dtype, longest, sibling)
 
 
 def load_value_model(
@@ -116,10 +116,10 @@ def _load(
     config.update({**no_dropout(config), **model.override_config, **overrides})
     adapter = adapter_of(model) if auto_class is AutoModelForCausalLM else NoAdapter()
 
-    def prepare(made: PreTrainedModel) -> None:
+    def prepare(built: PreTrainedModel) -> None:
         if device.type != "cpu" if model.enable_gradient_checkpointing is None else model.enable_gradient_checkpointing:
-            made.gradient_checkpointing_enable()
-        adapter.add(with_hooks(made, parallel, adapter))
+            built.gradient_checkpointing_enable()
+        adapter.add(with_hooks(built, parallel, adapter))
 
     loaded = load_pretrained(auto_class, model, config, report_weights, parallel, prepare)
     adapter.start(loaded)
@@ -134,7 +134,7 @@ def load_pretrained(
     config: PretrainedConfig,
     check: Callable[[PreTrainedModel, Report, str], None],
     parallel: Replicas,
-    prepare: Callable[[PreTrainedModel], None] = lambda made: None,
+    prepare: Callable[[PreTrainedModel], None] = lambda built: None,
 ) -> PreTrainedModel:
     """Loads what `auto_class` makes of the folder `model.path`, in float32 and in eval mode. `check` is called with the
     model where it was read whole, with transformers' report and the path; `prepare` changes layers before they are
@@ -159,15 +159,15 @@ def load_pretrained(
 
 def empty_model(auto_class: type, config: PretrainedConfig, folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Makes what from_pretrained returns, but for its weights, which are nowhere."""
-    from accelerate import init_empty_weights  # a second, and only needed here
+    from accelerate import init_empty_weights  # takes a second, and only needed here
 
     with init_empty_weights(include_buffers=False):
-        made = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    made.tie_weights()  # again, as what was tied has been moved apart
-    made.name_or_path = str(folder)
-    if made.can_generate() and (folder / "generation_config.json").exists():
-        made.generation_config = GenerationConfig.from_pretrained(str(folder))
-    return made.eval()
+        model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model.tie_weights()  # again, as tied weights were moved apart
+    model.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return model.eval()
 
 
 def frozen_copy(module: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -195,14 +195,14 @@ def report_weights(model: PreTrainedModel, report: Report, path: str) -> None:
     """Prints a notice of weights that `path` lacks, or has and `model` does not; a critic's head is its own and new."""
     is_critic = model.get_output_embeddings() is None
     prefix = f"{model.base_model_prefix}." if is_critic else ""
-    for kind, words in (
+    for kind, template in (
         ("missing_keys", "lacks {} of {}, at random now"),
         ("unexpected_keys", "has {} that {} has no place for"),
     ):
         names = sorted(name for name in report[kind] if name.startswith(prefix))
         if names:
             listed = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-            weights = words.format(plural(len(names), "weight"), type(model).__name__)
+            weights = template.format(plural(len(names), "weight"), type(model).__name__)
             notice(f"{path} {weights}: {listed}.")
 
 

@@ -1,4 +1,4 @@
-"""How a model is spread over workers: the hook `parallel`. The core's: each has all of it, and gradients are summed."""
+"""Defines the hook `parallel`: how a model is spread over workers. The core's: each has it all, and sums gradients."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,9 +59,9 @@ class Replicas:
         """Gives `model` a method that computes by its weights."""
         setattr(model, name, method)
 
-    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], like: Any = None) -> None:
-        """Chooses, once `model` computes, what else depends on a trial of it: `problem` says what is wrong now; `like`:
-        as this model did, without a trial."""
+    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
+        """Chooses, once `model` computes, what depends on a trial of it: `problem` says what is wrong now; without a
+        trial as `sibling`, a model of the same weights, has chosen."""
 
     # It computes.
 
@@ -81,7 +81,7 @@ class Replicas:
         return nullcontext()
 
     def without_sums(self, model: nn.Module) -> AbstractContextManager:
-        """Within the block no backward sums gradients over workers."""
+        """Keeps backwards within the block from summing gradients over workers."""
         return nullcontext()
 
     # It learns.
@@ -100,21 +100,21 @@ class Replicas:
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         reached = torch.tensor([weight.grad is not None for weight in weights], device=weights[0].device).int()
         dist.all_reduce(reached)
-        learning = [weight for weight, count in zip(weights, reached.tolist(), strict=True) if count]
-        for weight in learning:
+        trained = [weight for weight, count in zip(weights, reached.tolist(), strict=True) if count]
+        for weight in trained:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        for bucket in buckets([weight.grad for weight in learning]):
+        for bucket in buckets([weight.grad for weight in trained]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat)
-            for gradient, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+            for gradient, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def clip(self, model: nn.Module, most: float) -> float:
-        """Scales the gradients down to the norm `most`. Returns their norm before."""
+    def clip(self, model: nn.Module, limit: float) -> float:
+        """Scales the gradients down to the norm `limit`. Returns their norm before."""
         weights = [weight for weight in model.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights])
-        if (size := norm.item()) > most:  # clip_grad_norm_ would multiply by 1 where it is not
-            torch.nn.utils.clip_grads_with_norm_(weights, most, norm)
+        if (size := norm.item()) > limit:  # clip_grad_norm_ would multiply by 1 where it is not
+            torch.nn.utils.clip_grads_with_norm_(weights, limit, norm)
         return size
 
     # Its weights are read.
@@ -130,14 +130,15 @@ class Replicas:
 
 def buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
     """Groups tensors of one dtype up to BUCKET numbers, in their order."""
-    held: list[Tensor] = []
+    bucket: list[Tensor] = []
     for tensor in tensors:
-        if held and (held[0].dtype != tensor.dtype or sum(one.numel() for one in held) + tensor.numel() > BUCKET):
-            yield held
-            held = []
-        held.append(tensor)
-    if held:
-        yield held
+        size = sum(other.numel() for other in [*bucket, tensor])
+        if bucket and (bucket[0].dtype != tensor.dtype or size > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def layout_of(config: Config, workers: int) -> type[Replicas]:

@@ -31,9 +31,9 @@ from workers.rollout import load_rollout_class
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
-CLOSE_SECONDS = 5  # for workers to close what they hold: one that hangs is ended as it is
-DEATH_SECONDS = 3  # in which Ray has noticed that a process is gone
-WAITED = "Timed out waiting"  # as gloo says it
+CLOSE_SECONDS = 5  # in which workers close what they hold; then they are killed
+DEATH_SECONDS = 3  # in which Ray notices that a process is gone
+WAITED = "Timed out waiting"  # gloo's words
 COLOUR = re.compile(r"\x1b\[\d+m")
 PLAIN_MODEL = ModelConfig()
 
@@ -87,24 +87,24 @@ class RayWorkerGroup:
         seed: int = 0,
     ) -> None:
         self.size = resources.workers
-        with ExitStack() as taken:  # given back if anything below fails
+        with ExitStack() as cleanup:  # given back if anything below fails
             if not ray.is_initialized():
                 with children_apart():
                     ray.init(include_dashboard=False)
-                taken.callback(ray.shutdown)
+                cleanup.callback(ray.shutdown)
             placement = reserve(resources)
-            taken.callback(remove_placement_group, placement)
+            cleanup.callback(remove_placement_group, placement)
             self.workers = []
-            for place in range(self.size):
-                settings = os.getcwd(), resources.threads, model, derive_seed(seed, "process", place)
-                self.workers.append(remote_class(resources, placement, place).remote(*settings))
-                taken.callback(ray.kill, self.workers[-1])
+            for index in range(self.size):
+                settings = os.getcwd(), resources.threads, model, derive_seed(seed, "process", index)
+                self.workers.append(remote_class(resources, placement, index).remote(*settings))
+                cleanup.callback(ray.kill, self.workers[-1])
             if self.size > 1:
                 [address] = RayPending([self.workers[0].open_store.remote(self.size)]).result()
                 ranks = enumerate(self.workers)
                 RayPending([worker.join.remote(address, rank, self.size, timeout) for rank, worker in ranks]).result()
             RayPending([worker.build.remote(worker_class, *args) for worker in self.workers]).result()
-            self.taken = taken.pop_all()
+            self.cleanup = cleanup.pop_all()
 
     def submit(self, role: str, method: str, shares: Sequence[tuple]) -> "RayPending":
         check_shares(shares, self.size)
@@ -117,7 +117,7 @@ class RayWorkerGroup:
         for call in ray.wait(calls, num_returns=len(calls), timeout=CLOSE_SECONDS)[0]:
             with warns_of_close("a worker"), suppress(ray.exceptions.RayActorError):  # one that died holds nothing
                 ray.get(call)
-        self.taken.close()
+        self.cleanup.close()
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class RayPending:
                 if isinstance(error.cause, ConfigError):
                     raise error.cause from None
                 self._look_for_deaths()
-                text = COLOUR.sub("", str(error))  # the worker's traceback, which ours would only repeat
+                text = COLOUR.sub("", str(error))  # it has the worker's traceback, so ours is left out
                 raise WorkerError(f"worker rank {rank} failed:\n{text}{self._missing(text)}") from None
         return [results[rank] for rank in range(len(self.calls))]
 
@@ -198,8 +198,8 @@ def check_machine(config: Config) -> None:
     resources = Resources.from_config(config.trainer)
     layout_of(config, resources.workers).check(config, resources.workers)
     check_present(resources, uses_ray(config.trainer))
-    if config.trainer.n_gpus_per_node is None and (trouble := gpu_trouble()):
-        notice_once(f"{trouble} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
+    if config.trainer.n_gpus_per_node is None and (problem := gpu_trouble()):
+        notice_once(f"{problem} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
     rollout = config.actor_rollout_ref.rollout
     load_rollout_class(rollout.name).check(rollout, resources.workers, resources.gpus)
 
@@ -217,10 +217,10 @@ def uses_ray(trainer: RunConfig) -> bool:
 def worker_summary(trainer: RunConfig) -> str:
     """Says in a line where the workers run, and on what."""
     resources = Resources.from_config(trainer)
-    having = f"with {Threads(resources.threads, resources.threads_from)} and {resources.gpus or 'no'} GPU"
+    resources_text = f"with {Threads(resources.threads, resources.threads_from)} and {resources.gpus or 'no'} GPU"
     if resources.workers > 1:
-        return f"{resources.workers} workers are Ray actors, {having} each; each takes a share of every batch."
-    return f"the worker is {'a Ray actor' if uses_ray(trainer) else 'this process'}, {having}."
+        return f"{resources.workers} workers are Ray actors, {resources_text} each; each takes a share of every batch."
+    return f"the worker is {'a Ray actor' if uses_ray(trainer) else 'this process'}, {resources_text}."
 
 
 class RemoteWorker:
@@ -250,13 +250,13 @@ class RemoteWorker:
         return getattr(self.worker.roles[role], method)(*share)
 
 
-def remote_class(resources: Resources, placement: PlacementGroup, place: int) -> Any:
-    """Makes `RemoteWorker` an actor in this place of the group."""
+def remote_class(resources: Resources, placement: PlacementGroup, index: int) -> Any:
+    """Makes `RemoteWorker` the actor of rank `index` of the group."""
     return ray.remote(
         num_cpus=resources.threads,
         num_gpus=resources.gpus,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement, placement_group_bundle_index=place // resources.workers_a_node
+            placement, placement_group_bundle_index=index // resources.workers_a_node
         ),
         runtime_env={"env_vars": worker_environment(resources.threads)},
     )(RemoteWorker)
@@ -333,9 +333,9 @@ def check_resources(resources: Resources, present: Sequence[dict[str, float]]) -
     bundle = resources.bundle()
     room = [min(int(machine.get(name, 0) // amount) for name, amount in bundle.items()) for machine in present]
     if sum(room) < resources.nodes:
-        has = [{name: machine.get(name, 0) for name in bundle} for machine in present]
+        available = [{name: machine.get(name, 0) for name in bundle} for machine in present]
         raise ConfigError(
-            f"asked Ray for {resources.nodes} × {bundle}, the machines of the cluster have {has}. Lower trainer."
+            f"asked Ray for {resources.nodes} × {bundle}, the machines of the cluster have {available}. Lower trainer."
             "n_threads, n_workers_per_node, n_gpus_per_node or nnodes, or add machines with `ray start`."
         )
     if len(present) < resources.nodes:

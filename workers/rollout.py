@@ -1,4 +1,4 @@
-"""The contract of every rollout engine: token ids in, token ids out.
+"""Defines the contract of every rollout engine: token ids in, token ids out.
 
 Requests are added at any time, each with its own sampling and seed; `step` advances them, and hands out those that
 finished. An engine implements `step`, or `generate` alone, which answers a batch of requests: each works through the
@@ -36,7 +36,7 @@ OPTIONAL = (  # settings that some engines do not read
     "gpu_memory_utilization", "free_cache_engine", "enforce_eager", "max_model_len", "enable_prefix_caching",
     "enable_chunked_prefill", "load_format", "tensor_model_parallel_size",
 )  # fmt: skip
-COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
+COLDEST = 0.01  # vLLM samples at no lower temperature
 RULE = (
     "generate_sequences must return a DataProto with a row for each prompt, in their order: the tensor responses "
     "[B, R] of token ids, beside attention_mask ([B, P+R] or [B, R]: what is no padding), response_mask ([B, R]: what "
@@ -96,10 +96,10 @@ class Rollout:
         idle = [name for name in OPTIONAL if name not in cls.reads and config[name] != defaults[name]]
         if idle:
             notice_once(f"{KEY} sets {', '.join(idle)}, which the engine name={config.name} does not read.")
-        most = config.max_model_len if "max_model_len" in cls.reads else None
-        if most is not None and most < (longest := config.prompt_length + config.response_length):
+        limit = config.max_model_len if "max_model_len" in cls.reads else None
+        if limit is not None and limit < (longest := config.prompt_length + config.response_length):
             raise ConfigError(
-                f"{KEY}.max_model_len={most} is below prompt_length + response_length = {longest}: leave it null."
+                f"{KEY}.max_model_len={limit} is below prompt_length + response_length = {longest}: leave it null."
             )
 
     @classmethod
@@ -108,7 +108,7 @@ class Rollout:
         return 1
 
     def __init__(self, config: RolloutConfig | None = None, tokenizer: Any = None, model: Any = None) -> None:
-        if config is None:  # engines written for verl call it so; `build_rollout` has done the work before
+        if config is None:  # engines written for verl call it so, after `build_rollout` has
             assert "longest" in vars(self), f"{type(self).__name__} needs a config, a tokenizer and a model"
             return
         self.config = config
@@ -120,7 +120,7 @@ class Rollout:
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config if model else None)
         self.weight_version = 0
         self.waiting: dict[int, Request] = {}  # by id, in the order in which they came
-        self.running: dict[int, Any] = {}  # by id, of an engine that keeps them here: the request, or what answers it
+        self.running: dict[int, Any] = {}  # by id, in an engine that keeps them here: the request or its answer
 
     def all_stop_ids(self, sampling: SamplingParams) -> set[int]:
         """Returns the ids that end a response: the engine's own, and those that were asked for."""
@@ -154,22 +154,22 @@ class Rollout:
             del self.running[request_id]
 
     def forget(self, episodes: Iterable[int]) -> None:
-        """These episodes are over: drops what the engine keeps for their next turns, if it keeps anything."""
+        """Drops what the engine keeps for the next turns of these episodes, which are over, if it keeps anything."""
 
     def has_unfinished_requests(self) -> bool:
         """Returns True if requests are waiting or running; an engine that keeps running ones elsewhere counts them."""
         return bool(self.waiting or self.running)
 
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
-        """Token ids and log-probs of the running requests in `seen`, beyond the first `seen[id]`, for those who stream.
+        """Returns tokens and log-probs of the running requests in `seen`, beyond the first `seen[id]`, for streaming.
 
         They were added as `piecewise`. An engine that cannot look into running requests has none.
         """
         return {}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in their order, while nothing else is in flight. Equal prompts may be computed
-        once."""
+        """Returns one completion per request, in their order, while nothing else is in flight. Equal prompts may be
+        computed once."""
         assert type(self).step is not Rollout.step, f"{type(self).__name__} defines generate, which this would call"
         assert not self.has_unfinished_requests(), "other requests are in flight, whose completions would be lost"
         done: dict[int, Completion] = {}
@@ -207,7 +207,7 @@ class Rollout:
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """Within the block the engine is asked; whether this worker asks. Where an engine is split over workers, all of
+        """Yields whether this worker asks the engine within the block. Where an engine is split over workers, all of
         them enter it at once, and the others do first what the one that asks tells them."""
         yield True
 
@@ -223,7 +223,7 @@ class Rollout:
         self.weight_version = version
 
     def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
-        """Returns what `WeightSync.held_weights` says of the model in use; None: it cannot say.
+        """Returns what `WeightSync.held_by_vllm` does, of the model in use; None: it cannot say.
 
         Called before the first `load_weights` and after each.
         """
@@ -253,14 +253,14 @@ class Rollout:
 
     def _sampling_fields(self, request: Request) -> dict[str, Any]:
         """Returns the request's sampling and stop ids as vLLM and its server name them."""
-        sampling, drawn = request.sampling, {"temperature": 0.0}
+        sampling, settings = request.sampling, {"temperature": 0.0}
         if sampling.do_sample:
             top_k = sampling.top_k if sampling.top_k > 0 else -1
-            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            drawn |= {"top_k": top_k, "seed": request.seed}
+            settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            settings |= {"top_k": top_k, "seed": request.seed}
         stops = [stop for stop in self.all_stop_ids(sampling) if 0 <= stop < self.vocab_size]  # others are refused
         return {
-            **drawn,
+            **settings,
             "max_tokens": sampling.max_tokens,
             "stop_token_ids": sorted(stops),
             "ignore_eos": True,  # all stop ids are spelt out
@@ -321,10 +321,10 @@ def constructor_arguments(
     engine_class: type[Rollout], key: str, config: Any, tokenizer: Any, model: Any
 ) -> dict[str, Any]:
     """Returns what the class names of config, tokenizer, model (or module); raises ValueError if it needs more."""
-    offered = {"config": config, "tokenizer": tokenizer, "model": model}
+    arguments = {"config": config, "tokenizer": tokenizer, "model": model}
     if "module" in inspect.signature(engine_class).parameters:
-        offered["module"] = model
-    return bind(engine_class, offered, key=key).keywords
+        arguments["module"] = model
+    return bind(engine_class, arguments, key=key).keywords
 
 
 def call_arguments(
@@ -377,11 +377,11 @@ def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_
         )
     log_probs, samples = columns.get("rollout_log_probs", torch.zeros(responses.shape)), []
     for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
-        ids, kept = responses[row][real[row]].tolist(), real[row]
+        ids, mask = responses[row][real[row]].tolist(), real[row]
         reason = "aborted" if not ids else "terminated" if ids[-1] in stop_ids else "max_tokens"
         sample = Sample(list(prompt_ids), end_reason=reason)
-        sample.extend(ids, log_probs[row][kept].tolist(), policy=True, weight_version=engine.weight_version)
-        sample.policy_mask = policy[row][kept].long().tolist()
+        sample.extend(ids, log_probs[row][mask].tolist(), policy=True, weight_version=engine.weight_version)
+        sample.policy_mask = policy[row][mask].long().tolist()
         samples.append(sample)
     batch = collate(samples, config.prompt_length, config.response_length, engine.pad_token_id)
     if "rollout_log_probs" not in columns:
@@ -428,18 +428,18 @@ def check_completions(name: str, requests: Sequence[Request], completions: Seque
     their order, with a log-prob for each token, and no more tokens than were asked for."""
     rule = "generate must return a list of one Completion for each request, in the order of the requests"
     results = [completions] if not isinstance(completions, list | tuple) else completions
-    if strange := [type(one).__name__ for one in results if not isinstance(one, Completion)]:
-        raise ValueError(f"{name} returned {strange[0]}: {rule}.")
+    if wrong_types := [type(result).__name__ for result in results if not isinstance(result, Completion)]:
+        raise ValueError(f"{name} returned {wrong_types[0]}: {rule}.")
     if len(completions) != len(requests):
         raise ValueError(f"{name} returned {len(completions)} completions for {len(requests)} requests: {rule}.")
     for request, done in zip(requests, completions, strict=True):
         if done.id != request.id:
             raise ValueError(f"{name} returned that of request {done.id} where that of {request.id} belongs: {rule}.")
-        tokens, log_probs, most = len(done.token_ids), len(done.log_probs), request.sampling.max_tokens
-        if log_probs != tokens or tokens > most:
+        tokens, log_probs, limit = len(done.token_ids), len(done.log_probs), request.sampling.max_tokens
+        if log_probs != tokens or tokens > limit:
             raise ValueError(
                 f"{name} returned {tokens} token_ids and {log_probs} log_probs for request {request.id}: a log-prob "
-                f"for each token, and at most request.sampling.max_tokens={most} tokens."
+                f"for each token, and at most request.sampling.max_tokens={limit} tokens."
             )
 
 
@@ -456,7 +456,7 @@ def longest_sequence(config: RolloutConfig) -> int:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:
-    """generation_config's eos ids ∪ the tokenizer's eos ∪ the special token that ends a turn in its chat template."""
+    """Joins generation_config's eos ids, the tokenizer's eos and the special token that ends a turn in its template."""
     declared = generation_config.eos_token_id if generation_config else None
     declared = declared if isinstance(declared, list) else [declared]
     return {*declared, tokenizer.eos_token_id, template_terminator(tokenizer)} - {None}
@@ -493,17 +493,17 @@ def check_temperature(request: Request) -> None:
 
 
 def check_finite(log_probs: list[float | None], request: Request, weight_version: int) -> list[float]:
-    """`log_probs` of the response to `request`; raises FloatingPointError if one of them is no number."""
-    for place, value in enumerate(log_probs):
+    """Returns `log_probs` of the response to `request`; raises FloatingPointError if one of them is no number."""
+    for index, value in enumerate(log_probs):
         if value is None or not math.isfinite(value):
-            raise divergence(weight_version, f"request {request.id}, token {place + 1} of its response")
+            raise divergence(weight_version, f"request {request.id}, token {index + 1} of its response")
     return log_probs
 
 
-def divergence(weight_version: int, where: str) -> FloatingPointError:
-    """Returns the error of logits that nothing can be drawn from, found in `where`."""
+def divergence(weight_version: int, location: str) -> FloatingPointError:
+    """Returns the error of logits that nothing can be drawn from, found at `location`."""
     return FloatingPointError(
-        f"the policy's logits are NaN or infinite after {weight_version} updates of its weights, in {where}: it has "
+        f"the policy's logits are NaN or infinite after {weight_version} updates of its weights, in {location}: it has "
         "diverged. Go on from an earlier checkpoint with a lower actor_rollout_ref.actor.optim.lr. Before any update, "
         "the model's own weights are broken."
     )

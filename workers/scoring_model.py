@@ -47,7 +47,7 @@ def scoring_model(
     device: torch.device,
     dtype: torch.dtype,
     longest: int,
-    like: PreTrainedModel | None = None,
+    sibling: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Moves `model`, which carries its hooks, to `device`, and gives it `token_scores` and `shares_prompts` (whether a
     micro-batch has each prompt computed once). A copy of it has both, and they are in no checkpoint.
@@ -56,7 +56,7 @@ def scoring_model(
         settings: `kernels=off` leaves the layers as they are; `use_remove_padding=false` asks for the padded forward.
         dtype: compute precision of the run.
         longest: tokens of the run's longest sequence, prompt and response.
-        like: a model of the same weights that has gone through this: its forward is taken, without a trial.
+        sibling: a model of the same weights that has gone through this: its forward is taken, without a trial.
 
     Raises:
         ValueError: no forward scores a row beside others as alone, or LoRA's matrices cannot be merged.
@@ -66,8 +66,8 @@ def scoring_model(
     fix_rope(model, longest)
     model.kernels = forward_of(settings)
     set_forward(model, padded_scores, shares_prompts=False)
-    if like is not None:
-        take_forward(model, settings, like)
+    if sibling is not None:
+        take_forward(model, settings, sibling)
         return model
     name = type(model).__name__
     with scaled_up_weights(model):
@@ -90,17 +90,17 @@ def scoring_model(
     return model
 
 
-def take_forward(model: PreTrainedModel, settings: ModelConfig, like: PreTrainedModel) -> None:
+def take_forward(model: PreTrainedModel, settings: ModelConfig, sibling: PreTrainedModel) -> None:
     packed = model.kernels.prepare(model) or padded_scores
-    set_forward(model, packed if like.shares_prompts else padded_scores, like.shares_prompts)
-    model.set_attn_implementation(like.config._attn_implementation)
-    model.parallel.settle(model, lambda: None, like)
+    set_forward(model, packed if sibling.shares_prompts else padded_scores, sibling.shares_prompts)
+    model.set_attn_implementation(sibling.config._attn_implementation)
+    model.parallel.settle(model, lambda: None, sibling)
 
 
 def choose_forward(model: PreTrainedModel, settings: ModelConfig, trial: Trial, dtype: torch.dtype) -> str | None:
     """Gives `model` the first forward that computes what transformers' eager attention does: packed, padded by its
     usual one, padded by the eager; a notice tells of the others. Says why not even the last may be used, or None."""
-    usual, name = model.config._attn_implementation, type(model).__name__
+    implementation, name = model.config._attn_implementation, type(model).__name__
     packed = model.kernels.prepare(model)
     if packed is not None and settings.use_remove_padding:
         set_forward(model, packed, shares_prompts=True)
@@ -109,11 +109,11 @@ def choose_forward(model: PreTrainedModel, settings: ModelConfig, trial: Trial, 
             return None
         common_notice(f"{name} takes its batches padded, as it does not work on packed ones ({problem}).")
     set_forward(model, padded_scores, shares_prompts=False)
-    model.set_attn_implementation(usual)
-    problem = trial.problem(torch.float32)  # roundings of two attentions may choose two experts
-    if problem is None or usual == "eager":
+    model.set_attn_implementation(implementation)
+    problem = trial.problem(torch.float32)  # in float32: rounding may choose other experts
+    if problem is None or implementation == "eager":
         return problem
-    common_notice(f"{name} takes eager attention, which is slower: by {usual}, {problem}.")
+    common_notice(f"{name} takes eager attention, which is slower: by {implementation}, {problem}.")
     model.set_attn_implementation("eager")
     return trial.problem(torch.float32)
 
@@ -142,7 +142,7 @@ def padded_scores(
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probability of each label: logits [..., V] of any float dtype, labels [...] int64 -> [...] float32."""
+    """Computes the log-prob of each label: logits [..., V] of any float dtype, labels [...] int64 -> [...] float32."""
     return _chosen(logits, labels) - logits.float().logsumexp(-1)
 
 
@@ -156,7 +156,7 @@ def logprobs_and_entropy_from_logits(logits: Tensor, labels: Tensor) -> tuple[Te
 
 
 def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
-    """Σ_v π_v² of the softmax π of logits [..., V]: [...] float32, 1 where one token is certain and 1/V where none is.
+    """Computes Σ_v π_v² of the softmax π of logits [..., V]: [...] float32, 1 for a certain token, 1/V at the least.
 
     As exp(logsumexp(2z) - 2 logsumexp(z)).
     """

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM, in the worker's own process: requests join at any step, and equal prompts share their cache.
+"""Generates by vLLM, in the worker's own process: requests join at any step, and equal prompts share their cache.
 
 Its weights are a copy, in vLLM's layout: the engine starts from the model's config alone, and samples from what
 `load_weights` brought last. Every worker has an engine of its own, or, with tensor_model_parallel_size, a part of one:
@@ -66,7 +66,7 @@ class vLLMRollout(Rollout):
         self.device = model.device
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.lockstep = Lockstep(config.tensor_model_parallel_size)
-        self.engine = start_engine(config, model, self.lockstep.place)
+        self.engine = start_engine(config, model, self.lockstep.index)
         self.takes_adapter = self.lost_weights = model.adapter.is_sent_alone(config)
         self.adapter: Any = None  # vLLM's LoRARequest, where it takes one
 
@@ -108,7 +108,7 @@ class vLLMRollout(Rollout):
     @contextmanager
     def together(self) -> Iterator[bool]:
         """Has the leader ask within the block, where a model is split; the others do the same before it."""
-        leads = self.lockstep.place == 0
+        leads = self.lockstep.index == 0
         if not leads:
             verbs = {"step": self._step, "abort": self._abort}
             for verb, argument in self.lockstep.receive():
@@ -143,16 +143,16 @@ class vLLMRollout(Rollout):
         with tempfile.TemporaryDirectory() as folder, self._alone():
             self.module.adapter.save_alone(self.module, dict(self._at_least_one(weights)), Path(folder))
             self.adapter = LoRARequest("adapter", 1, folder)
-            # Under the id of the one before, which without load_inplace would stay.
+            # It replaces the one before under the same id, by load_inplace.
             assert self.engine.add_lora(LoRARequest("adapter", 1, folder, load_inplace=True)), "vLLM refuses an adapter"
         self.engine.reset_prefix_cache()
 
     def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
-        [held] = self.engine.collective_rpc(sync_class().held_by_vllm)
-        return held
+        [weights] = self.engine.collective_rpc(sync_class().held_by_vllm)
+        return weights
 
     def sleep(self) -> None:
-        """Weights and cache are dropped: the trainer has the weights. On a CPU nothing is to be gained."""
+        """Drops weights and cache: the trainer has the weights. On a CPU nothing is to be gained."""
         if self.device.type == "cuda" and self.config.free_cache_engine and not self.asleep:
             assert not self.has_unfinished_requests(), "requests are in flight, whose cache would be lost"
             self.engine.reset_prefix_cache()
@@ -177,8 +177,8 @@ class vLLMRollout(Rollout):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Without the trainer's autocast, and without traces in the global generators, from which vLLM draws for rows
-        whose own generators then decide."""
+        """Keeps the trainer's autocast out of the block, and restores the global generators, from which vLLM draws for
+        rows whose own generators then decide."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.autocast(self.device.type, enabled=False):
             yield
@@ -193,20 +193,20 @@ class vLLMRollout(Rollout):
     def _pop_completion(self, output: Any) -> Completion:
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
-        log_probs = [answer.logprobs.logprobs[place] for place in answer.logprobs.start_indices]
+        log_probs = [answer.logprobs.logprobs[index] for index in answer.logprobs.start_indices]
         return self._completion(request, [*answer.token_ids], log_probs, answer.finish_reason)
 
 
-def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> Any:
+def start_engine(config: RolloutConfig, model: PreTrainedModel, index: int) -> Any:
     """Starts a vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back.
 
-    `place`: which part of the model it has, where that is split over several workers.
+    `index`: which part of the model it has, where that is split over several workers.
     """
-    with ExitStack() as held:
-        held.enter_context(vllm_process(model.device.type))
+    with ExitStack() as contexts:
+        contexts.enter_context(vllm_process(model.device.type))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         if config.tensor_model_parallel_size > 1:  # a worker sees no GPU but its own
-            os.environ |= {"RANK": str(rank()), "LOCAL_RANK": "0" if model.device.type == "cuda" else str(place)}
+            os.environ |= {"RANK": str(rank()), "LOCAL_RANK": "0" if model.device.type == "cuda" else str(index)}
         settings = engine_settings(config, model)
         if settings["load_format"] == "dummy":
             settings["model"] = str(config_folder(model))
@@ -217,8 +217,8 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> A
         try:
             arguments = EngineArgs(**settings)
         except TypeError as error:
-            own = config.engine_kwargs.get("vllm")
-            raise ValueError(f"{KEY}.engine_kwargs.vllm={own}: {error}. The keys are vllm.EngineArgs'.") from error
+            value = config.engine_kwargs.get("vllm")
+            raise ValueError(f"{KEY}.engine_kwargs.vllm={value}: {error}. The keys are vllm.EngineArgs'.") from error
         with torch.autocast(model.device.type, enabled=False):
             split_on_cpu = config.tensor_model_parallel_size > 1 and model.device.type == "cpu"
             with segments_of_this_run() if split_on_cpu else nullcontext():
@@ -238,7 +238,7 @@ def segments_of_this_run() -> Iterator[None]:
     run, group_name = gather(f"nano_verl_{uuid4().hex}")[0], SharedMemory.make_group_name
 
     def name_after_run(communicator: Any) -> str:
-        os.environ["VLLM_DIST_IDENT"] = run  # vLLM's worker has set what every run has
+        os.environ["VLLM_DIST_IDENT"] = run  # vLLM's worker has set the name that all runs share
         return group_name(communicator)
 
     SharedMemory.make_group_name = staticmethod(name_after_run)
@@ -247,7 +247,7 @@ def segments_of_this_run() -> Iterator[None]:
         messages = get_tp_group().mq_broadcaster.buffer
         if messages.is_creator:
             messages.shared_memory.unlink()
-            messages.is_creator = False  # so that its end removes nothing again
+            messages.is_creator = False  # so that its end does not remove it again
     finally:
         SharedMemory.make_group_name = staticmethod(group_name)
         for segment in Path("/dev/shm").glob(f"{run}*"):
@@ -269,12 +269,12 @@ def config_folder(model: PreTrainedModel) -> Path:
         raise ValueError(f"vLLM's caches cannot be written ({error}): set VLLM_CACHE_ROOT to a folder.") from None
     save_config(model, str(new))
     content = b"".join(path.read_bytes() for path in sorted(new.rglob("*")) if path.is_file())
-    kept = new.with_name(f"nano_verl_{hashlib.sha256(content).hexdigest()[:16]}")
+    final = new.with_name(f"nano_verl_{hashlib.sha256(content).hexdigest()[:16]}")
     try:
-        new.rename(kept)
+        new.rename(final)
     except OSError:  # an earlier run's, or another worker's
         shutil.rmtree(new)
-    return kept
+    return final
 
 
 def save_config(model: PreTrainedModel, folder: str) -> None:
@@ -285,16 +285,16 @@ def save_config(model: PreTrainedModel, folder: str) -> None:
 
 
 class Lockstep:
-    """A place among `size` workers with neighbouring ranks; every worker of the run makes one at the same time.
+    """A part among `size` workers with neighbouring ranks; every worker of the run makes one at the same time.
 
     Attributes:
-        place: among them, from 0; the leader's is 0.
+        index: among them, from 0; the leader's is 0.
     """
 
     def __init__(self, size: int) -> None:
         assert group_size() % size == 0, f"{group_size()} workers cannot be dealt out to engines of {size}"
-        self.size, self.place = size, rank() % size
-        self.leader, self.group = rank() - self.place, None
+        self.size, self.index = size, rank() % size
+        self.leader, self.group = rank() - self.index, None
         for first in range(0, group_size(), size) if size > 1 else ():
             group = new_group([*range(first, first + size)])
             if first == self.leader:
@@ -303,7 +303,7 @@ class Lockstep:
     def broadcast(self, order: Any) -> None:
         """Sends what the leader is about to do to the others, who `receive` it, if there are any."""
         if self.size > 1:
-            assert self.place == 0, "only the leader broadcasts"
+            assert self.index == 0, "only the leader broadcasts"
             dist.broadcast_object_list([order], src=self.leader, group=self.group)
 
     def receive(self) -> Iterator[Any]:

@@ -23,7 +23,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the worker's (configs/process.py)
-    "VLLM_LOGGING_LEVEL": "ERROR",  # of its warnings, ten come at every start, and some for every tensor of a sync
+    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns ten times at every start, and for every tensor of a sync
     "VLLM_NO_USAGE_STATS": "1",
 }
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}  # the first generation compiles nothing: 17 to 37 s less
@@ -46,19 +46,19 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
     if (size := config.tensor_model_parallel_size) > 1:
         check_splits(model.config.get_text_config(), size)
         settings |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-        settings["disable_custom_all_reduce"] = True  # it asks for the other parts' GPUs, which a worker does not see
+        settings["disable_custom_all_reduce"] = True  # it needs the other parts' GPUs, which a worker does not see
     if model.adapter.is_sent_alone(config):
         settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(model.adapter.largest_rank(model))}
     return settings | shared_settings(config, model.config.get_text_config(), device, dtype)
 
 
 def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of vllm.EngineArgs, as far as they are the same where vLLM serves (extras/server/__main__.py);
-    engine_kwargs.vllm has the last word."""
+    """Returns the arguments of vllm.EngineArgs, as far as they are the same where vLLM serves
+    (extras/server/__main__.py); engine_kwargs.vllm has the last word."""
     settings = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": longest_sequence(config),
-        "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),  # a row a token, each step
+        "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),  # a step takes a token a row
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": bool(config.enforce_eager),
@@ -72,11 +72,11 @@ def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, 
         check_head_size(text)
         cache = {"block_size": BLOCK, "kv_cache_memory_bytes": cpu_cache_bytes(config, text, dtype.itemsize)}
         settings |= cache | {"enforce_eager": True}  # compiling takes a CPU longer than it gains
-        # A prompt that is cut draws a token to no purpose, and vLLM cannot put a CPU's generator back behind that.
-        whole = max(config.max_num_batched_tokens, settings["max_model_len"])
-        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole}
-    own = config.engine_kwargs.get("vllm") or {}
-    return settings | {name: value for name, value in own.items() if value is not None}
+        # A cut prompt draws a token in vain, and vLLM cannot put a CPU's generator back after that.
+        uncut = max(config.max_num_batched_tokens, settings["max_model_len"])
+        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": uncut}
+    engine_kwargs = config.engine_kwargs.get("vllm") or {}
+    return settings | {name: value for name, value in engine_kwargs.items() if value is not None}
 
 
 def vllm_rank(rank: int) -> int:
@@ -117,7 +117,7 @@ def check_splits(text: PretrainedConfig, size: int) -> None:
 
 
 def cpu_cache_bytes(config: RolloutConfig, text: PretrainedConfig, number_bytes: int) -> int:
-    """Keys and values of as many of the longest sequences as run side by side, within CPU_CACHE_BYTES; of one, always.
+    """Sizes a cache for as many of the longest sequences as run side by side, within CPU_CACHE_BYTES; of one, always.
 
     On a CPU vLLM would take gpu_memory_utilization of all memory.
     """
@@ -148,7 +148,7 @@ def process_as_it_is() -> Iterator[None]:
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     precision, show_error = torch.get_float32_matmul_precision(), sys.excepthook
     start_method = multiprocessing.get_start_method(allow_none=True)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that there is none, on a CPU
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # silences that there is none on a CPU
     try:
         with forked_rng(0), unbound_memory(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about vLLM
@@ -169,7 +169,7 @@ def process_as_it_is() -> Iterator[None]:
 
 @contextmanager
 def unbound_memory() -> Iterator[None]:
-    """Without vLLM's binding of this whole process's memory to one NUMA node: a trainer may need that of all."""
+    """Keeps vLLM from binding this whole process's memory to one NUMA node: a trainer may need that of all."""
     torch.ops._C.init_cpu_memory_env = lambda nodes: None
     try:
         yield

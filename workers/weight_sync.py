@@ -57,15 +57,15 @@ class WeightSync:
         with policy.at_work():
             problems = self.hand_over(version)
         if probes(engine, version):
-            with ExitStack() as held:
+            with ExitStack() as contexts:
                 if not engine.own_weights:
-                    held.enter_context(policy.at_work())
-                    held.enter_context(policy.parallel.whole(policy.module))
-                held.enter_context(policy.autocast())
-                drawn = draw_probe(engine, policy.module.config.get_text_config().vocab_size)
-            drawn, scored = score_probe(policy, drawn)
-            metrics["rollout/sync_max_logprob_diff"] = largest_distance(drawn, scored)
-            problems += self.compare_log_probs(drawn, scored)
+                    contexts.enter_context(policy.at_work())
+                    contexts.enter_context(policy.parallel.whole(policy.module))
+                contexts.enter_context(policy.autocast())
+                probe = draw_probe(engine, policy.module.config.get_text_config().vocab_size)
+            probe, scored = score_probe(policy, probe)
+            metrics["rollout/sync_max_logprob_diff"] = largest_distance(probe, scored)
+            problems += self.compare_log_probs(probe, scored)
         if problems:
             raise RuntimeError(
                 f"after the sync of weights {version}, {type(engine).__name__} does not sample by the actor's: "
@@ -94,11 +94,11 @@ class WeightSync:
             self.sent[name] = tensor.nbytes
             yield name, tensor
 
-    def compare_log_probs(self, drawn: DataProto, scored: Tensor) -> list[str]:
+    def compare_log_probs(self, probe: DataProto, scored: Tensor) -> list[str]:
         """Says whether the engine's log-probs of a probe are other ones than the policy's, which `scored` it."""
-        distance, limit = largest_distance(drawn, scored), TOLERANCES[self.policy.dtype]
-        says = f"the log-probs of a probe differ from the trainer's by up to {distance:.2g}, above {limit:g}"
-        return [] if distance < limit else [says]
+        distance, limit = largest_distance(probe, scored), TOLERANCES[self.policy.dtype]
+        problem = f"the log-probs of a probe differ from the trainer's by up to {distance:.2g}, above {limit:g}"
+        return [] if distance < limit else [problem]
 
     def check_gathered(self) -> None:
         """Checks what was gathered for an engine without a copy; called before it generates."""
@@ -120,7 +120,7 @@ def sync_class() -> type[WeightSync]:
 
 def probes(engine: Rollout, version: int) -> bool:
     """Says whether `engine` draws a probe after this sync: always if it has a copy of the weights, else now and then
-    if it can stand it."""
+    if it may be probed."""
     return engine.own_weights or (engine.is_probed and version % PROBE_EVERY == 1)
 
 
@@ -128,33 +128,33 @@ def draw_probe(engine: Rollout, vocab_size: int) -> DataProto | None:
     """Has the engine answer a prompt that is no text, always by the same seed: a rollout of one row, in the rank that
     leads it."""
     config = engine.config
-    prompt = [7 * place % vocab_size for place in range(min(PROMPT_TOKENS, config.prompt_length))]
-    most = min(TOKENS, config.response_length)
-    request = Request(0, prompt, SamplingParams(True, 1.0, -1, 1.0, most), seed=0)
-    with engine.together() as asks:
-        if not asks:
+    prompt = [7 * index % vocab_size for index in range(min(PROMPT_TOKENS, config.prompt_length))]
+    max_tokens = min(TOKENS, config.response_length)
+    request = Request(0, prompt, SamplingParams(True, 1.0, -1, 1.0, max_tokens), seed=0)
+    with engine.together() as leads:
+        if not leads:
             return None
         [done] = engine.generate([request])
-    return collate([sample_of(request, done)], len(prompt), most, engine.pad_token_id)
+    return collate([sample_of(request, done)], len(prompt), max_tokens, engine.pad_token_id)
 
 
-def score_probe(policy: TrainEngine, drawn: DataProto | None) -> tuple[DataProto, Tensor]:
+def score_probe(policy: TrainEngine, probe: DataProto | None) -> tuple[DataProto, Tensor]:
     """Scores what this rank's engine has drawn by the policy; None: another rank leads that engine. All ranks score.
 
     Returns:
         the rollout of one row, and the trainer's log-probs of its response, [1, R].
     """
-    first = rank() - rank() % Peers.size  # of those who compute together, and score the same
-    probe = [each for each in gather(drawn)[: first + 1] if each is not None][-1]
-    with policy.autocast():  # where the weights are: beside an engine that is awake, a GPU may have no room for them
-        return probe, trained_log_probs(policy.module, probe)
+    first = rank() - rank() % Peers.size  # of the peers, which score the same
+    gathered = [rollout for rollout in gather(probe)[: first + 1] if rollout is not None][-1]
+    with policy.autocast():  # weights stay where they are: a GPU with an engine awake may have no room
+        return gathered, trained_log_probs(policy.module, gathered)
 
 
-def largest_distance(drawn: DataProto, scored: Tensor) -> float:
+def largest_distance(probe: DataProto, scored: Tensor) -> float:
     """Returns the largest |Δ log-prob| of the tokens that were drawn, in nats."""
-    return ((drawn.batch["rollout_log_probs"] - scored) * drawn.batch["response_mask"]).abs().max().item()
+    return ((probe.batch["rollout_log_probs"] - scored) * probe.batch["response_mask"]).abs().max().item()
 
 
 def in_short(names: list[str]) -> str:
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
+    hidden = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {hidden} more" if hidden > 0 else "")

@@ -13,13 +13,13 @@ Table = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # P[state][a
 
 
 def transition_table(env: gym.Env) -> Table | None:
-    """The table `P` of an environment that keeps one, and its state's number as `s`: gymnasium's toy_text does."""
+    """Returns the table `P` of an environment that keeps one, and its state as `s`, as gymnasium's toy_text does."""
     table = vars(env.unwrapped).get("P")
     return table if isinstance(table, dict) and isinstance(table.get(0), dict) else None
 
 
 def best_actions(table: Table, discount: float = 0.99, tie: float = 1e-9) -> np.ndarray:
-    """Value iteration: [S, A] bool, true for each action whose value is within `tie` of its state's best.
+    """Iterates values: [S, A] bool, true for each action whose value is within `tie` of its state's best.
 
     Values are in units of the largest reward; the table's states and actions are numbered from 0.
     """
@@ -36,7 +36,7 @@ def best_actions(table: Table, discount: float = 0.99, tie: float = 1e-9) -> np.
 
 
 def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
-    """Non-terminal state -> the actions of a shortest path to it from `start`; empty if any transition is random."""
+    """Maps non-terminal states to the actions of a shortest path from `start`; {} if any transition is random."""
     paths, frontier = {start: ()}, deque([start])
     while frontier:
         state = frontier.popleft()
@@ -56,6 +56,6 @@ def useful_paths(paths: dict[int, tuple[int, ...]], best: np.ndarray) -> list[tu
 
 
 def worst_reward(table: Table) -> float:
-    """The lowest reward that any action can earn."""
+    """Returns the lowest reward that any action can earn."""
     outcomes = [outcome for row in table.values() for outcomes in row.values() for outcome in outcomes]
     return min(float(reward) for probability, _, reward, _ in outcomes if probability > 0)

@@ -37,7 +37,7 @@ class EnvState:
     seed: int
     actions: tuple[Any, ...]  # plain, as custom/gym/texts.py has them
     text: str  # the observation, without the instruction
-    feedback: str = ""  # in a running episode: what is said of the last answer if it was no legal action
+    feedback: str = ""  # in a running episode: the comment on a last answer that was no legal action
 
     @property
     def reply(self) -> str:
@@ -46,7 +46,7 @@ class EnvState:
 
 
 def split_id(env_id: str) -> tuple[str, str, dict[str, Any]]:
-    """The module that registers an id ("": none need be loaded), gymnasium's id, and arguments that come with it."""
+    """Returns the module that registers an id ("": none is needed), gymnasium's id, and the arguments in it."""
     scheme, _, url = env_id.partition(":")
     if scheme == "openenv":
         return "examples/openenv_env.py", "OpenEnv-v0", {"url": url}
@@ -55,17 +55,17 @@ def split_id(env_id: str) -> tuple[str, str, dict[str, Any]]:
 
 
 def success_rule(rule: SuccessConfig | Mapping[str, Any] | None) -> SuccessConfig | None:
-    """The rule with at least one condition, or None. Raises ValueError for a condition that does not exist."""
+    """Returns the rule with at least one condition, or None. Raises ValueError for a condition that does not exist."""
     if isinstance(rule, Mapping):
-        able = [setting.name for setting in fields(SuccessConfig)]
-        if strangers := sorted(set(rule) - set(able)):
-            raise ValueError(f"success has {strangers}: the conditions are {', '.join(able)}")
+        names = [setting.name for setting in fields(SuccessConfig)]
+        if unknown := sorted(set(rule) - set(names)):
+            raise ValueError(f"success has {unknown}: the conditions are {', '.join(names)}")
         rule = SuccessConfig(**rule)
     return None if rule == SuccessConfig() else rule
 
 
 def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total: float, said: bool = False) -> bool:
-    """Whether an episode that is over fulfils `rule`: `total` is the sum of its rewards, `said` the last
+    """Says whether an episode that is over fulfils `rule`: `total` is the sum of its rewards, `said` the last
     info["success"]."""
     return (
         rule.terminated in (None, terminated)
@@ -107,10 +107,10 @@ class TextEnv:
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     instruction: str | None = None
     action_names: Sequence[str] | None = None  # by action: canonical answer, then synonyms after |; default: numbers
-    observation_names: Sequence[str] | None = None  # of the numbers of a flat observation, to go before each
+    observation_names: Sequence[str] | None = None  # written before each number of a flat observation
     max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
     reward: str | None = None  # of compute_reward: "progress" (default where there is a transition table) or "env"
-    invalid_action: str = "retry"  # an answer without a legal action uses up a turn, or does it "end" the episode
+    invalid_action: str = "retry"  # an answer without a legal action uses up a turn; or "end": it ends the episode
     invalid_reward: float | None = None  # for such an answer; default: the worst of the table or the walks, at most 0
     invalid_feedback: str = "That was no legal action."  # goes before the observation that follows it; "": nothing
     success: SuccessConfig | Mapping[str, Any] | None = None  # which episodes succeed; default: as info["success"] says
@@ -132,7 +132,7 @@ class TextEnv:
         self._layout, self._over = self.layout(0), True
         self._env = self._make(self._layout)
         self._set_observations()
-        self._worlds: dict[Layout, gym.Env] = {}  # to compute states in, apart from the episode's
+        self._worlds: dict[Layout, gym.Env] = {}  # states are computed in these, apart from the episode's
         self._best = lru_cache(maxsize=256)(lambda layout: best_actions(transition_table(self._world(layout))))
         if "action_space" not in dir(self._env.unwrapped):
             raise ValueError(f"{self.env_id} has no action_space: gymnasium asks for one, gym.spaces.Text for any text")
@@ -170,15 +170,15 @@ class TextEnv:
             except Exception as error:
                 worst.set_exception(error)
 
-        self._tried, before = 0, -1
+        self._tried, previous = 0, -1
         Thread(target=play, daemon=True).start()
-        while not worst.done() and self._tried != before:
-            before = self._tried
+        while not worst.done() and self._tried != previous:
+            previous = self._tried
             wait([worst], self.timeout)
         if worst.done():
             return worst.result()
-        took = f"move {before} took more than env.timeout={self.timeout:g} seconds"
-        raise ValueError(f"{self.env_id}, tried out: {took}: raise it, or leave the trial out by repeatable=False")
+        problem = f"move {previous} took more than env.timeout={self.timeout:g} seconds"
+        raise ValueError(f"{self.env_id}, tried out: {problem}: raise it, or leave the trial out by repeatable=False")
 
     def _play_walks(self) -> float:
         worst, worlds = 0.0, {}
@@ -187,9 +187,9 @@ class TextEnv:
                 layout = self.layout(seed)
                 env = worlds[layout] = worlds[layout] if layout in worlds else self._make(layout)
                 walk = self._random_walk(env, seed, TRIAL_MOVES)
-                first, second = (list(self._story(env, seed, walk)) for _ in range(2))
-                for played, (moment, again) in enumerate(zip(first, second, strict=False)):
-                    self._check_equal(moment, again, f"after reset(seed={seed}) and actions {list(walk[:played])}")
+                first, second = (list(self._moments(env, seed, walk)) for _ in range(2))
+                for played, (moment, repeated) in enumerate(zip(first, second, strict=False)):
+                    self._check_equal(moment, repeated, f"after reset(seed={seed}) and actions {list(walk[:played])}")
                 worst = min([worst, *(reward for _, reward, _ in first)])
             table = transition_table(self._env)
             return worst if table is None else min(worst, worst_reward(table))
@@ -197,15 +197,15 @@ class TextEnv:
             for env in worlds.values():
                 self._close_one(env)
 
-    def _check_equal(self, moment: Moment, again: Moment, where: str) -> None:
-        for what, first, second in zip(("observation", "reward", "end"), moment, again, strict=True):
+    def _check_equal(self, moment: Moment, repeated: Moment, context: str) -> None:
+        for part, first, second in zip(("observation", "reward", "end"), moment, repeated, strict=True):
             if first != second:
                 raise ValueError(
-                    f"{self.env_id} does not repeat itself: {where} the {what} was {reprlib.repr(first)}, then "
+                    f"{self.env_id} does not repeat itself: {context} the {part} was {reprlib.repr(first)}, then "
                     f"{reprlib.repr(second)}: begin reset with super().reset(seed=seed), draw from self.np_random"
                 )
 
-    def _story(self, env: gym.Env, seed: int, actions: Sequence[Any]) -> Iterator[Moment]:
+    def _moments(self, env: gym.Env, seed: int, actions: Sequence[Any]) -> Iterator[Moment]:
         """Yields the state after the reset, then after each action until the episode is over."""
         played: list[Any] = []
         with self._blame(seed, played):
@@ -239,7 +239,7 @@ class TextEnv:
 
     @property
     def writes_out(self) -> bool:
-        """Whether observations are written out from their space, as nothing makes texts of them."""
+        """Says whether observations are written out from their space, as nothing makes texts of them."""
         return self._observed is not None and not isinstance(self._observed.space, gym.spaces.Text)
 
     def _set_actions(self, space: gym.Space) -> None:
@@ -257,7 +257,7 @@ class TextEnv:
         if self.instruction is None and self.text_to_action is None:
             self.instruction = f"Answer with one of: {', '.join(self._answers.values())}."
         for answer in self._answers.values() if self.text_to_action else ():
-            self.extract_action(answer)  # one that returns no number says so before anything is trained
+            self.extract_action(answer)  # raises now, not in training, if it returns no number
 
     def _how_to_answer(self) -> str:
         try:
@@ -280,7 +280,7 @@ class TextEnv:
         return tuple(sorted(self.random_map(seed).items())) if self.random_map else ()
 
     def train_seed(self, i: int) -> int:
-        """The reset seed of the i-th training state or episode: fixed by (seed, i), its map never a held-out one."""
+        """Returns the reset seed of the i-th training state or episode, fixed by (seed, i); its map is not held out."""
         rng = np.random.default_rng((self.seed, i))
         for _ in range(1000):
             seed = int(rng.integers(2**31))
@@ -294,12 +294,12 @@ class TextEnv:
         return frozenset(self.layout(seed) or seed for seed in self.exclude_seeds)
 
     def start_state(self, seed: int) -> EnvState:
-        """The state in which `reset(seed)` starts."""
+        """Returns the state in which `reset(seed)` starts."""
         return self._restore(self._world(self.layout(seed)), seed, ())
 
     def get_state(self, i: int, reset_seed: int | None = None) -> EnvState:
-        """The i-th training state, fixed by (seed, i), after `reset_seed` if given: a start (`from_start`), a state
-        where some action is better, by a deterministic table's shortest way, or the end of a random walk."""
+        """Returns the i-th training state, fixed by (seed, i), after `reset_seed` if given: a start (`from_start`), a
+        state where some action is better, by a deterministic table's shortest way, or the end of a random walk."""
         seed = self.train_seed(i) if reset_seed is None else reset_seed
         if self.from_start:
             return self.start_state(seed)
@@ -327,7 +327,7 @@ class TextEnv:
         return tuple(self._acted.plain(env.action_space.sample()) for _ in range(length))
 
     def optimal_actions(self, state: EnvState) -> tuple[int, ...]:
-        """All optimal actions by the environment's own transition table; () where it has none."""
+        """Returns all optimal actions by the environment's own transition table; () where it has none."""
         layout = self.layout(state.seed)
         env = self._world(layout)
         if transition_table(env) is None:
@@ -336,13 +336,13 @@ class TextEnv:
         return tuple(np.flatnonzero(self._best(layout)[env.unwrapped.s]).tolist())
 
     def get_action(self, state: EnvState | int) -> int | None:
-        """An optimal action in a state, or in the i-th training state; None: there is no transition table."""
+        """Returns an optimal action in a state, or in the i-th training state; None: there is no transition table."""
         state = self.get_state(state) if isinstance(state, int) else state
         return next(iter(self.optimal_actions(state)), None)
 
     def compute_reward(self, state: EnvState, action: int | None) -> float:
-        """Reward of one action: under "progress" 1.0 if it is optimal, else 0.0; under "env" what the environment pays,
-        and `invalid_reward` for one that is not legal (None, or outside the action space)."""
+        """Returns the reward of an action: under "progress" 1.0 if it is optimal, else 0.0; under "env" what the
+        environment pays, and `invalid_reward` for one that is not legal (None, or outside the action space)."""
         action = self._legal(action)
         if self.reward == "progress":
             return float(action in self.optimal_actions(state))
@@ -354,11 +354,11 @@ class TextEnv:
             return self._step(env, action)[1]
 
     def state_to_text(self, state: EnvState) -> str:
-        """The prompt: the instruction, if there is one, and the observation."""
+        """Returns the prompt: the instruction, if there is one, and the observation."""
         return f"{self.instruction}\n\n{state.text}" if self.instruction else state.text
 
     def extract_action(self, text: str) -> int | None:
-        """The action an answer asks for; None if it names none that is legal."""
+        """Returns the action an answer asks for; None if it names none that is legal."""
         if self.text_to_action is not None:
             action = self.text_to_action(text)
             return self._legal(action, f"text_to_action returned {action!r} for the answer {text!r}")
@@ -367,9 +367,9 @@ class TextEnv:
         index = last_mention(self.action_names, text)
         return None if index is None else self.actions[index]
 
-    def _legal(self, action: Any, said: str = "") -> Any | None:
+    def _legal(self, action: Any, problem: str = "") -> Any | None:
         """Returns the plain form of an action ("0" and 0.0 are 0, where they are numbered); None: it is outside the
-        action space. Raises ValueError, with `said` first, if it is no action of any form."""
+        action space. Raises ValueError, beginning with `problem`, if it is no action of any form."""
         if action is None:
             return None
         try:
@@ -379,19 +379,19 @@ class TextEnv:
         except (TypeError, ValueError, KeyError):
             form = "is a whole number in" if self._numbered else "has the form of"
             rule = f"an action of {self.env_id} {form} {self._space}, or None where the text names none"
-            raise ValueError(f"{said or f'the action {action!r} was given'}: {rule}") from None
+            raise ValueError(f"{problem or f'the action {action!r} was given'}: {rule}") from None
         plain = int(plain) if self._numbered else plain
         return plain if self._space.contains(self._acted.native(plain)) else None
 
     def action_to_text(self, action: Any) -> str:
-        """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
+        """Returns the canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
         answer = self._answers.get(action) if self._numbered else self._acted.answer(action)
         if answer is None or self.extract_action(answer) != action:
             raise ValueError(f"{self.env_id} has no answer that reads as {action} (found {answer!r}): set action_names")
         return answer
 
     def reset(self, seed: int, actions: Sequence[int] = ()) -> str:
-        """Start an episode, from a training state if its `actions` are given too; returns the prompt."""
+        """Starts an episode, from a training state if its `actions` are given too; returns the prompt."""
         layout = self.layout(seed)
         if layout != self._layout:
             self._close_one(self._env)
@@ -413,11 +413,11 @@ class TextEnv:
         return EnvState(self._seed, tuple(self._actions), self._text, self._feedback)
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one answer: observation text, reward, terminated, truncated, info, as in gymnasium; see `act`."""
+        """Plays one answer: observation text, reward, terminated, truncated, info, as in gymnasium; see `act`."""
         return self.act(self.extract_action(text))
 
     def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one plain action, as read from an answer: what `step` returns, the text being what the player is told.
+        """Plays one plain action, read from an answer; returns what `step` does: the text is what the player is told.
 
         None, or an action outside the action space, earns `invalid_reward` and leaves the environment as it is: it uses
         up a turn, or ends the episode, as `invalid_action` says. `info` adds action, turns, invalid (answers so far),
@@ -426,12 +426,12 @@ class TextEnv:
         """
         if self._over:
             raise ValueError("no episode is running: call reset(seed) first")
-        action, terminated, truncated, said = self._legal(action), self.invalid_action == "end", False, {}
+        action, terminated, truncated, info = self._legal(action), self.invalid_action == "end", False, {}
         legal, reward, self._turns = action is not None, self.invalid_reward, self._turns + 1
         if legal:
             self._actions.append(action)
             with self._blame(self._seed, self._actions):
-                observation, reward, terminated, truncated, said = self._step(self._env, action)
+                observation, reward, terminated, truncated, info = self._step(self._env, action)
                 self._text = self._observe(self._env, observation)
         self._invalid += not legal
         self._feedback = "" if legal else self.invalid_feedback
@@ -439,19 +439,19 @@ class TextEnv:
         reason = next((name for name, holds in reasons.items() if holds), None)
         self._over = reason is not None
         self._return += reward
-        self._said = said.get("success", self._said)
+        self._said = info.get("success", self._said)
         success = None
         if self.success is not None:
-            fair = self._over and (legal or not terminated)
-            success = fair and is_success(self.success, terminated, reward, self._return, self._said)
-        elif "success" in said:
+            counts = self._over and (legal or not terminated)
+            success = counts and is_success(self.success, terminated, reward, self._return, self._said)
+        elif "success" in info:
             notice_once(f"{self.env_id} says info['success'] now, and not at the start: set env.success.said=true.")
-        info = {**said, "success": success, "action": action, "turns": self._turns, "invalid": self._invalid}
-        info |= {"return": self._return, "end_reason": reason}
-        return self.state.reply, reward, terminated, self._over and not terminated, info
+        report = {**info, "success": success, "action": action, "turns": self._turns, "invalid": self._invalid}
+        report |= {"return": self._return, "end_reason": reason}
+        return self.state.reply, reward, terminated, self._over and not terminated, report
 
     def close(self) -> None:
-        """Give back what its environments hold; one that raises costs a warning. It must not be asked again."""
+        """Closes its environments; an error of one is a warning. It must not be used again."""
         self._over = True
         for env in (self._env, *self._worlds.values()):
             self._close_one(env)
@@ -462,7 +462,7 @@ class TextEnv:
             env.close()
 
     def clone(self) -> "TextEnv":
-        """A fresh environment with the same settings, to play several episodes side by side."""
+        """Makes a fresh environment with the same settings, to play several episodes side by side."""
         return copy.copy(self)
 
     def __getstate__(self) -> dict[str, Any]:  # settings travel between processes, built environments do not
@@ -473,9 +473,9 @@ class TextEnv:
         self._build()  # it was tried out when it was made
 
     def _make(self, layout: Layout) -> gym.Env:
-        """The real environment, without gymnasium's own step limit (ours is max_turns) and its checks at every step."""
-        module, name, given = split_id(self.env_id)
-        settings = {**self.env_kwargs, **given, **dict(layout), "max_episode_steps": -1, "disable_env_checker": True}
+        """Makes the environment itself, without gymnasium's own step limit (ours is max_turns) and its checks."""
+        module, name, settings = split_id(self.env_id)
+        settings = {**self.env_kwargs, **settings, **dict(layout), "max_episode_steps": -1, "disable_env_checker": True}
         if module and name not in gym.registry:
             load_module(module)
         try:
@@ -501,7 +501,7 @@ class TextEnv:
         return mark_ansi(text)
 
     def _play(self, env: gym.Env, seed: int, actions: Sequence[int]) -> EnvState:
-        """Reset and play `actions`, up to the one that would end the episode: the state reached."""
+        """Resets and plays `actions`, up to the one that would end the episode; returns the state reached."""
         played: list[Any] = []
         with self._blame(seed, played):
             observation, _ = env.reset(seed=seed)
@@ -525,7 +525,7 @@ class TextEnv:
         try:
             yield
         except (Exception, SystemExit) as error:
-            story = f"after reset(seed={seed}) and actions {actions}"
-            ended = isinstance(error, StopIteration)  # which a context manager would raise in place of ours
-            cause = RuntimeError(error).with_traceback(error.__traceback__) if ended else error
-            raise RuntimeError(f"{self.env_id} raised {type(error).__name__}: {error}, {story}") from cause
+            context = f"after reset(seed={seed}) and actions {actions}"
+            is_stop = isinstance(error, StopIteration)  # a context manager would raise it in place of ours
+            cause = RuntimeError(error).with_traceback(error.__traceback__) if is_stop else error
+            raise RuntimeError(f"{self.env_id} raised {type(error).__name__}: {error}, {context}") from cause

@@ -19,16 +19,16 @@ def last_mention(names: Sequence[str], text: str) -> int | None:
 
     Only whole words count: neither "LUMP" nor "upside-down" nor the d of "I'd" is a move.
     """
-    words, pattern = _words(tuple(names))
-    found = pattern.findall(text.lower())
-    return words[found[-1]] if found else None
+    index_of, pattern = _words(tuple(names))
+    mentions = pattern.findall(text.lower())
+    return index_of[mentions[-1]] if mentions else None
 
 
 @lru_cache(maxsize=64)
 def _words(names: tuple[str, ...]) -> tuple[dict[str, int], re.Pattern[str]]:
     words = {word: index for index, name in enumerate(names) for word in name.lower().split("|")}
-    either = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    return words, re.compile(rf"(?<!\w)(?<!\w[-'’])(?<!\d\.)(?:{either})(?!\w|[-'’]\w|\.\d)")
+    alternatives = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    return words, re.compile(rf"(?<!\w)(?<!\w[-'’])(?<!\d\.)(?:{alternatives})(?!\w|[-'’]\w|\.\d)")
 
 
 def mark_ansi(text: str) -> str:

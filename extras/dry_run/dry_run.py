@@ -192,7 +192,7 @@ def response_findings(batch: DataProto, config: Config) -> Iterator[str]:
 
 
 def is_templated_twice(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a token that opens a message, and is followed by a role at most, is followed by itself."""
+    """Says whether a token that opens a message, and is followed by a role at most, is followed by itself."""
     specials = {*tokenizer.all_special_tokens} - {tokenizer.pad_token, tokenizer.eos_token}
     if not specials:
         return False

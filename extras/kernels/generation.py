@@ -72,13 +72,13 @@ class SharedPrompts(LaidOut):
         self.begun = {prompt: self.turns.take(prompt, episodes[prompt]) for prompt in prompts}
         return [len(prompt) - len(self.begun[prompt]) for prompt in prompts]
 
-    def _left(self, row: RunningRow, prefilled: DynamicCache | None, place: int) -> None:
+    def _left(self, row: RunningRow, prefilled: DynamicCache | None, index: int) -> None:
         if row.request.episode is None:
             return
         if prefilled is None:
-            layers = self.cache.row_layers(place)
+            layers = self.cache.row_layers(index)
         else:
-            layers = self._prompt_layers(prefilled, place, len(row.request.prompt_ids))
+            layers = self._prompt_layers(prefilled, index, len(row.request.prompt_ids))
         self.turns.put(row.request.episode, CachedPrefix([*row.request.prompt_ids, *row.token_ids[:-1]], layers))
 
     def goes_on(self) -> bool:
@@ -114,8 +114,8 @@ class SharedPrompts(LaidOut):
         self.cache.advance()
         return logits
 
-    def _forget(self, gone: Sequence[int]) -> list[int]:
-        return self.cache.leave(gone)
+    def _forget(self, ended: Sequence[int]) -> list[int]:
+        return self.cache.leave(ended)
 
     def _prompt_layers(self, prefilled: DynamicCache, place: int, length: int) -> Layers:
         whole = [(layer.keys, layer.values) for layer in prefilled.layers]

@@ -241,7 +241,7 @@ def layer_window(module: nn.Module, given: dict[str, Any]) -> int | None:
 
 
 def takes_flex(query: Tensor, value: Tensor) -> bool:
-    """Whether FlexAttention has a kernel and a backward for these, on their device."""
+    """Says whether FlexAttention has a kernel and a backward for these, on their device."""
     return query.is_cuda and min(query.shape[-1], value.shape[-1]) >= NARROWEST_HEAD
 
 
@@ -313,7 +313,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Whether the attention of `model` is the one above."""
+    """Says whether the attention of `model` is the one above."""
     return model.config._attn_implementation == NAME
 
 

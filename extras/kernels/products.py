@@ -47,13 +47,13 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def is_for_onednn(values: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN is there and can multiply these, in float32."""
+    """Says whether oneDNN is there and can multiply these, in float32."""
     plain = is_float32(values) and is_float32(weight) and not torch.is_autocast_enabled("cpu")
     return plain and values.ndim > 1 and HAS_ONEDNN
 
 
 def is_float32(tensor: Tensor) -> bool:
-    """Whether this is a float32 tensor on a CPU, not empty, and not spread over processes."""
+    """Says whether this is a float32 tensor on a CPU, not empty, and not spread over processes."""
     plain = tensor.device.type == "cpu" and type(tensor) in PLAIN
     return plain and tensor.dtype == torch.float32 and tensor.numel() > 0
 

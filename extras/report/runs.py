@@ -183,7 +183,7 @@ def read_lines(run: RunRecord, name: str, is_wanted: Callable[[dict[str, Any]], 
 
 
 def is_entry(entry: Mapping[str, Any]) -> bool:
-    """Whether it is a line of metrics.jsonl."""
+    """Says whether it is a line of metrics.jsonl."""
     return isinstance(entry.get("step"), int) and isinstance(entry.get("data"), dict)
 
 

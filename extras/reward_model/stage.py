@@ -91,11 +91,11 @@ def encode_conversation(prompt: Prompt | None, response: str, tokenizer: PreTrai
     """
     response = as_text(response, tokenizer)
     if isinstance(prompt, str):
-        return encode_pieces(prompt + response, tokenizer, opens=True)
+        return encode_pieces(prompt + response, tokenizer, begins_text=True)
     if prompt is None:
         raise ValueError(
             f"a row has raw_prompt_ids alone, and the tokenizer of {RM_KEY} is not the policy's: give prompts as text."
         )
     messages = [*as_text(prompt, tokenizer), {"role": "assistant", "content": response}]
     text = render(messages, tokenizer, generation_prompt=False)
-    return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)
+    return encode_pieces(text, tokenizer, begins_text=tokenizer.chat_template is None)

@@ -103,10 +103,10 @@ class Sharding(Replicas):
         setattr(model, name, method)
         register_fsdp_forward_method(model, name)  # it gathers weights, as the forward does
 
-    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], like: Any = None) -> None:
+    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
         """Has weights gathered in `param_dtype`, if with them it scores as where only products round them."""
-        if like is not None:
-            gather_as(model, like.param_dtype)
+        if sibling is not None:
+            gather_as(model, sibling.param_dtype)
             return
         if model.param_dtype == torch.float32:
             return
@@ -171,13 +171,13 @@ class Sharding(Replicas):
         if Peers.size > 1:  # the others are summed in the backward
             sum_partial_gradients(model)
 
-    def clip(self, model: nn.Module, most: float) -> float:
+    def clip(self, model: nn.Module, limit: float) -> float:
         groups = by_mesh([weight for weight in model.parameters() if weight.grad is not None]) or [[]]
         norms = [full_tensor(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
         norm = norms[0] if len(norms) == 1 else same_on_peers(torch.stack(norms).norm())
-        if (size := norm.item()) > most:
+        if (size := norm.item()) > limit:
             for group in groups:
-                torch.nn.utils.clip_grads_with_norm_(group, most, norm)
+                torch.nn.utils.clip_grads_with_norm_(group, limit, norm)
         return size
 
     def full(self, tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from data.chat import ChatFormat, as_text, encode_pieces
 from data.tools import KEY, FunctionTool
 from data.types import Row, check_text
 from workers.agents.tools import Toolbox, ToolEpisode, User
-from workers.agents.user_code import in_users_loop, place
+from workers.agents.user_code import in_users_loop, slots
 
 
 class Factory:
@@ -72,7 +72,7 @@ class FactoryEpisode(ToolEpisode):
         return super().columns | {"__environment__": self.environment and EnvironmentView(self.environment)}
 
     async def start(self) -> None:
-        async with place(self.factory):
+        async with slots(self.factory):
             text = await in_users_loop(self, self._begin(), self.toolbox.settings.tool_timeout)
         self.toolbox.tools = {
             name: tool.of(self.environment, self) if isinstance(tool, MethodTool) else tool
@@ -98,7 +98,7 @@ class FactoryEpisode(ToolEpisode):
                 self.messages.append({"role": "user", "content": text})
         prompt, tokenizer = self.row["raw_prompt"], self.chat.tokenizer
         if isinstance(prompt, str):
-            self.prompt_ids = encode_pieces(prompt + as_text(text, tokenizer), tokenizer, opens=True)
+            self.prompt_ids = encode_pieces(prompt + as_text(text, tokenizer), tokenizer, begins_text=True)
         else:
             self.prompt_ids = self.chat.prompt_ids(self.messages)
         self.data.prompt_ids = self.prompt_ids

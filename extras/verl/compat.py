@@ -96,7 +96,7 @@ def padding(self: DataProto, padding_size: int, padding_candidate: str = "") -> 
 
 
 def is_padding_enabled(self: DataProto) -> bool:
-    """Whether the batch was made with auto_padding=True: then chunk() takes numbers that do not divide its length."""
+    """Says whether the batch was made with auto_padding=True: chunk() then takes numbers that do not divide it."""
     return bool(self.meta_info.get(AUTO_PADDING))
 
 

@@ -195,12 +195,12 @@ class VerlKeys(Keys):
     def knows(self, key: str) -> bool:
         return judge(key, None, self.schema).kind != "unknown"
 
-    def translate_yaml(self, given: DictConfig, overrides: list[Override], file: str) -> None:
-        settle(given, overrides, self.schema)
-        tell(move(given, self.schema), file)
+    def translate_yaml(self, config: DictConfig, overrides: list[Override], file: str) -> None:
+        settle(config, overrides, self.schema)
+        tell(move(config, self.schema), file)
 
-    def translate_override(self, given: DictConfig) -> None:
-        self.moved += move(given, self.schema, later=True)
+    def translate_override(self, config: DictConfig) -> None:
+        self.moved += move(config, self.schema, later=True)
 
     def tell(self) -> None:
         tell(self.moved)

@@ -146,7 +146,7 @@ class UsersManager:
     """
 
     def __init__(self, manager_class: type, config: RewardConfig, compute_score: Callable, run: Any) -> None:
-        offered = {"config": verls_view(config, run.whole), "tokenizer": run.tokenizer, "compute_score": compute_score}
+        offered = {"config": verls_view(config, run.config), "tokenizer": run.tokenizer, "compute_score": compute_score}
         offered |= {"num_examine": 0, "reward_fn_key": "data_source"}
         offered |= {"reward_router_address": None, "reward_model_tokenizer": None, **kwargs_of(config)}
         methods = dir(manager_class)

@@ -97,7 +97,7 @@ def share_that_teaches(batch: DataProto) -> float:
 
 
 def teaches_nothing(metrics: Mapping[str, float]) -> bool:
-    """Whether all scores of a step are equal, all advantages 0, or there is none of either."""
+    """Says whether all scores of a step are equal, all advantages 0, or there is none of either."""
     if "critic/advantages/max" not in metrics:
         return True
     scores_tie = metrics["critic/score/max"] == metrics["critic/score/min"]

@@ -1,4 +1,4 @@
-"""Episodes of an environment: the policy acts, and is shown what came of it."""
+"""Plays episodes of an environment: the policy acts, and is shown what came of it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,13 @@ from workers.agents.user_code import UserThread
 
 
 class EnvSlot:
-    """An environment and the thread that it was made in, where all its calls are made: many belong to theirs."""
+    """An environment, and the thread that made it and makes all its calls, as many environments need."""
 
     def __init__(self) -> None:
         self.thread, self.environment = UserThread(), None
 
     async def leave(self, timeout: float | None) -> None:
-        """Closes the environment, and ends the thread; what it raises, or that it hangs, is warned of."""
+        """Closes the environment, and ends the thread; warns if it raises or hangs."""
         with warns_of_close("an environment"):
             await self.thread.run(self.close, deadline=timeout)
         self.thread.end()
@@ -47,7 +47,7 @@ class EnvEpisode(Episode):
         self.is_reset = self.is_usable = False
 
     async def start(self) -> None:
-        if not self.game.environment.repeatable:  # it may not begin as the row has seen it
+        if not self.game.environment.repeatable:  # it may begin in another state than the row's
             self.prompt_ids = await self._in_thread(self._begin)
 
     async def step(self, answer: str) -> Reply:
@@ -63,7 +63,7 @@ class EnvEpisode(Episode):
         if self.slot is None:
             self.slot = self.free.pop() if self.free else EnvSlot()
         self.is_usable, slot = False, self.slot
-        result = await slot.thread.run(function, *arguments, deadline=self.timeout, last=slot.close)
+        result = await slot.thread.run(function, *arguments, deadline=self.timeout, cleanup=slot.close)
         self.is_usable = True
         return result
 

@@ -1,4 +1,4 @@
-"""Episodes: the policy and somebody else take turns, and every token is kept as it was sampled.
+"""Plays episodes: the policy and another side take turns, and every token is kept as it was sampled.
 
 `Episode.play` is the whole of it, for training and validation. An episode is of an environment
 (workers/agents/environment.py), of tools and a simulated user (workers/agents/tools.py), or of a class of the user's.
@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy as the episode of row number `row` asks it, by draws of its own.
+    """The policy as the episode of row `row` asks it, with draws of its own.
 
     `goes_on`: whether the prompt of a turn begins with the turn before, so that its keys and values are worth keeping.
     """
@@ -97,8 +97,8 @@ class Episode(ABC):
                 done = await policy.answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
                 sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
                 if done.finish_reason == "aborted" or not done.token_ids:  # no token, nothing that could earn a reward
-                    how = "aborted" if done.finish_reason == "aborted" else "answered without a token"
-                    raise EpisodeFailed("aborted", f"the engine {how} the request of turn {turn}")
+                    outcome = "aborted" if done.finish_reason == "aborted" else "answered without a token"
+                    raise EpisodeFailed("aborted", f"the engine {outcome} the request of turn {turn}")
                 reply = await or_episode_error(self.step(chat.text(done.token_ids)))
                 sample.rewards[-1] += reply.reward
                 columns |= reply.columns
@@ -133,18 +133,18 @@ def append_observation(sample: Sample, token_ids: list[int], limits: Limits, tur
     return None
 
 
-async def or_episode_error(work: Awaitable[Any]) -> Any:
-    """Returns the result of an episode's `work`; raises EpisodeFailed for whatever it raises."""
+async def or_episode_error(awaitable: Awaitable[Any]) -> Any:
+    """Returns what an episode awaits; raises EpisodeFailed for whatever it raises."""
     try:
-        return await work
+        return await awaitable
     except EpisodeFailed:
         raise
     except TimeoutError as error:
         raise EpisodeFailed("timeout", str(error)) from error
     except Exception as error:  # the boundary to the user's code: counted, shown, and never a reward of 0
         text, line = printable(f"{type(error).__name__}: {error}"), users_line(error)
-        where = f" (at {line})" if line and "(at " not in text else ""
-        raise EpisodeFailed("env_error", text + where) from error
+        suffix = f" (at {line})" if line and "(at " not in text else ""
+        raise EpisodeFailed("env_error", text + suffix) from error
 
 
 def finish_samples(

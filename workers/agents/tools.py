@@ -1,4 +1,4 @@
-"""Conversations about rows: the policy calls tools, whose results it reads, and a simulated user may speak to it."""
+"""Holds conversations about rows: the policy calls tools and reads their results, and a simulated user may speak."""
 
 import asyncio
 from collections import Counter
@@ -28,7 +28,7 @@ from data.tools import (
 from data.types import Reply, Row, check_text
 from training.environment import load_users
 from workers.agents.episode import Episode
-from workers.agents.user_code import Overdue, in_users_loop, place
+from workers.agents.user_code import Overdue, in_users_loop, slots
 
 OF_THE_POLICY = ("malformed", "unknown_tool", "bad_arguments", "not_run")  # failures of calls that are its own fault
 
@@ -68,7 +68,7 @@ class Toolbox:
         The policy reads what a tool raises, and earns nothing by that call. Raises ValueError for what cannot be read.
         """
         settings, results = self.settings, []
-        calls, rest = parsed.calls[: settings.max_parallel_calls], parsed.calls[settings.max_parallel_calls :]
+        calls, surplus = parsed.calls[: settings.max_parallel_calls], parsed.calls[settings.max_parallel_calls :]
         answers = await asyncio.gather(*map(self._answer, calls))
         for call, (text, reward, failure) in zip(calls, answers, strict=True):
             check_text(text, f"tool {call.name}")
@@ -76,7 +76,7 @@ class Toolbox:
             results.append((call.name, text, reward, failure))
         results += [(None, f"Error: {error}", 0.0, "malformed") for error in parsed.errors]
         refusal = f"Error: not run, as only {settings.max_parallel_calls} may be called at once"
-        results += [(call.name, refusal, 0.0, "not_run") for call in rest]
+        results += [(call.name, refusal, 0.0, "not_run") for call in surplus]
         rewards = [reward for _, _, reward, _ in results]
         self.data.tool_rewards += rewards
         self.counts.update(kind for *_, failure in results for kind in ("calls", failure) if kind)
@@ -85,14 +85,14 @@ class Toolbox:
 
     async def finish(self) -> float:
         """Returns what the tools that were called pay for the whole episode."""
-        paid = [
+        rewards = [
             as_reward(await self._call(name, "calc_reward", instance, **self._kwargs(name, "calc_reward")))
             for name, instance in self.instances.items()
         ]
-        return sum(paid)
+        return sum(rewards)
 
     async def close(self) -> None:
-        """Releases what was created; what a tool raises there is warned of, as its episode is over."""
+        """Releases what was created; warns of what a tool raises, as its episode is over."""
         while self.instances:
             name, instance = self.instances.popitem()
             try:
@@ -131,7 +131,7 @@ class Toolbox:
     async def _call(self, name: str, method: str, *arguments: Any, **kwargs: Any) -> Any:
         """Awaits a method of a tool; what waits because `max_concurrent` calls are under way has no deadline yet."""
         tool = self.tools[name]
-        async with place(tool.queue, tool.max_concurrent):
+        async with slots(tool.queue, tool.max_concurrent):
             return await in_users_loop(tool, getattr(tool, method)(*arguments, **kwargs), self.settings.tool_timeout)
 
     def _kwargs(self, name: str, step: str) -> dict[str, Any]:
@@ -151,10 +151,10 @@ def truncate(text: str, limit: int, side: str) -> str:
 
 
 def warn_once(name: str, error: Exception) -> None:
-    """Warns of what a tool raised, once for each line: the policy, which is told, is not who can mend it."""
+    """Warns of what a tool raised, once for each line, as the policy, which is told, cannot mend it."""
     line = users_line(error)
-    where = f" ({line})" if line else ""
-    notice_once(f"the tool {name} raised {type(error).__name__}: {error}{where}", about=(name, line))
+    suffix = f" ({line})" if line else ""
+    notice_once(f"the tool {name} raised {type(error).__name__}: {error}{suffix}", topic=(name, line))
 
 
 class User(Protocol):
@@ -183,7 +183,7 @@ class ToolEpisodes:
         self.users = load_users(settings)
 
     def template_kwargs(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Arguments by which prompts describe the tools."""
+        """Returns the arguments by which prompts describe the tools."""
         schemas = [tool.tool_schema.model_dump() for tool in self.tools.values()]
         return tool_kwargs(schemas, self.parser, tokenizer)
 
@@ -246,10 +246,10 @@ class ToolEpisode(Episode):
 
     @property
     def at_limit(self) -> bool:
-        """True if the policy may not speak again."""
+        """Says whether the policy may not speak again."""
         settings, data = self.toolbox.settings, self.data
         limits = (settings.max_assistant_turns, data.assistant_turns), (settings.max_user_turns, data.user_turns)
-        return any(most and turns >= most for most, turns in limits)
+        return any(limit and turns >= limit for limit, turns in limits)
 
     async def close(self) -> None:
         await self.toolbox.close()
@@ -299,8 +299,8 @@ class ToolsBeside(Episode):
         parsed = self.toolbox.parse(answer)
         if not parsed.calls and not parsed.errors:
             reply = await self.game.step(answer)
-            paid = await self.toolbox.finish() if reply.end_reason else 0.0
-            return replace(reply, reward=reply.reward + paid)
+            bonus = await self.toolbox.finish() if reply.end_reason else 0.0
+            return replace(reply, reward=reply.reward + bonus)
         return replace(await self.toolbox.respond(parsed), columns=self.own_columns)
 
     async def close(self) -> None:

@@ -23,8 +23,8 @@ from workers.agents.episode import Episode
 
 SIDE_BY_SIDE = 64  # calls of one owner
 MOST_STUCK = 16  # threads of calls that were given up and are not over
-stuck: set["UserThread"] = set()  # those threads
-places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]] = WeakKeyDictionary()
+stuck: set["UserThread"] = set()  # the threads of such calls
+slots_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
 class Overdue(TimeoutError):
@@ -47,22 +47,22 @@ class UserThread:
         function: Callable[..., Any],
         *arguments: Any,
         deadline: float | None = None,
-        last: Callable[[], Any] | None = None,
-        anew: Callable[[], bool] = bool,
+        cleanup: Callable[[], Any] | None = None,
+        extends: Callable[[], bool] = bool,
     ) -> Any:
         """Returns the result of `function(*arguments)`, while this event loop continues.
 
         Raises:
-            Overdue: it took more than `deadline` seconds. The thread is given up: it ends after the call, and `last`.
+            Overdue: it took more than `deadline` seconds. The thread is given up: it ends after the call and `cleanup`.
             Exception: `function` raised it.
         """
         try:
-            return await by_deadline(asyncio.wrap_future(self._submit(function, *arguments)), deadline, anew)
+            return await by_deadline(asyncio.wrap_future(self._submit(function, *arguments)), deadline, extends)
         except (Overdue, asyncio.CancelledError):
             self.given_up = True
             stuck.add(self)
-            if last is not None:
-                self._submit(last)
+            if cleanup is not None:
+                self._submit(cleanup)
             self.end()
             raise
 
@@ -80,29 +80,29 @@ class UserThread:
             future, function = call
             if future.set_running_or_notify_cancel():
                 try:
-                    put, value = future.set_result, function()
-                except BaseException as raised:  # handed on to whoever waits
-                    put, value = future.set_exception, as_failure(raised)
-                put(value)
-            del call, future, function  # and what they hold
+                    hand_over, value = future.set_result, function()
+                except BaseException as raised:  # it is raised where the result is awaited
+                    hand_over, value = future.set_exception, as_failure(raised)
+                hand_over(value)
+            del call, future, function  # frees what they hold
         stuck.discard(self)
 
 
 async def in_thread(
-    function: Callable[..., Any], *arguments: Any, deadline: float | None = None, anew: Callable[[], bool] = bool
+    function: Callable[..., Any], *arguments: Any, deadline: float | None = None, extends: Callable[[], bool] = bool
 ) -> Any:
     """Returns the result of `function(*arguments)`, computed in another thread; as `UserThread.run`."""
     thread = UserThread()
     try:
-        return await thread.run(function, *arguments, deadline=deadline, anew=anew)
+        return await thread.run(function, *arguments, deadline=deadline, extends=extends)
     finally:
         thread.end()
 
 
-async def by_deadline(future: asyncio.Future[Any], deadline: float | None, anew: Callable[[], bool] = bool) -> Any:
+async def by_deadline(future: asyncio.Future[Any], deadline: float | None, extends: Callable[[], bool] = bool) -> Any:
     """Returns the result of `future`, which is cancelled if it is not there after `deadline` seconds (None: any).
 
-    The deadline begins anew where `anew`, asked when it is over, says that others than the user were at work.
+    The deadline begins anew where `extends`, asked when it is over, says that others than the user were at work.
 
     Raises:
         Overdue: it was not there.
@@ -110,7 +110,7 @@ async def by_deadline(future: asyncio.Future[Any], deadline: float | None, anew:
     """
     try:
         while not (await asyncio.wait([future], timeout=deadline))[0]:
-            if not anew():
+            if not extends():
                 raise Overdue(f"not done after {deadline:g} seconds")
     finally:
         future.cancel()
@@ -123,25 +123,25 @@ def users_loop() -> asyncio.AbstractEventLoop:
 
 
 async def in_users_loop(
-    owner: Any, work: Coroutine[Any, Any, Any], deadline: float, anew: Callable[[], bool] = bool
+    owner: Any, coroutine: Coroutine[Any, Any, Any], deadline: float, extends: Callable[[], bool] = bool
 ) -> Any:
-    """Returns the result of `work`, a coroutine of `owner`, run in the event loop that user code shares.
+    """Returns the result of `coroutine`, of `owner`, run in the event loop that user code shares.
 
     It has a thread of its own where `owner.blocks`: where it computes or waits without `await`.
 
     Raises:
         Overdue: it took more than `deadline` seconds, as `by_deadline`.
-        Exception: `work` raised it; what an event loop would take for its own (SystemExit) as an error that names it.
+        Exception: it raised this; what an event loop would take for its own (SystemExit) as an error that names it.
     """
     if owner.blocks:
-        return await in_thread(asyncio.run, contain(work), deadline=deadline, anew=anew)
-    future = asyncio.run_coroutine_threadsafe(contain(work), users_loop())
-    return await by_deadline(asyncio.wrap_future(future), deadline, anew)
+        return await in_thread(asyncio.run, contain(coroutine), deadline=deadline, extends=extends)
+    future = asyncio.run_coroutine_threadsafe(contain(coroutine), users_loop())
+    return await by_deadline(asyncio.wrap_future(future), deadline, extends)
 
 
-async def contain(work: Coroutine[Any, Any, Any]) -> Any:
+async def contain(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
-        return await work
+        return await coroutine
     except BaseException as error:
         if asyncio.current_task().cancelling():
             raise
@@ -157,9 +157,9 @@ def as_failure(error: BaseException) -> Exception:
     return failure
 
 
-def place(queue: Any, most: int = SIDE_BY_SIDE) -> asyncio.Semaphore:
-    """Returns what lets `most` calls of this queue run side by side in the running loop."""
-    return places.setdefault(asyncio.get_running_loop(), {}).setdefault(queue, asyncio.Semaphore(most))
+def slots(queue: Any, size: int = SIDE_BY_SIDE) -> asyncio.Semaphore:
+    """Returns the semaphore that lets `size` calls of this queue run side by side in the running loop."""
+    return slots_of_loop.setdefault(asyncio.get_running_loop(), {}).setdefault(queue, asyncio.Semaphore(size))
 
 
 class UsersEpisode(Episode):
@@ -180,8 +180,8 @@ class UsersEpisode(Episode):
         self.prompt_ids, self.columns = self.inner.prompt_ids, self.inner.columns
 
     async def _begin(self) -> None:
-        offered = {"row": self.row, "config": self.config, "tokenizer": self.chat.tokenizer, "chat": self.chat}
-        self.inner = bind(self.agent.cls, offered, self.agent.settings, self.agent.name)()
+        arguments = {"row": self.row, "config": self.config, "tokenizer": self.chat.tokenizer, "chat": self.chat}
+        self.inner = bind(self.agent.cls, arguments, self.agent.settings, self.agent.name)()
         await self.inner.start()
 
     async def step(self, answer: str) -> Reply:
@@ -191,6 +191,6 @@ class UsersEpisode(Episode):
         if self.inner is not None:
             await self._in_time(self.inner.close())
 
-    async def _in_time(self, work: Any, anew: Any = bool) -> Any:
-        async with place(self.agent) if self.agent.blocks else nullcontext():  # each in a thread
-            return await in_users_loop(self.agent, work, self.timeout, anew)
+    async def _in_time(self, coroutine: Any, extends: Any = bool) -> Any:
+        async with slots(self.agent) if self.agent.blocks else nullcontext():  # each such call has a thread
+            return await in_users_loop(self.agent, coroutine, self.timeout, extends)

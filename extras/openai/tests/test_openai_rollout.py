@@ -129,7 +129,7 @@ def test_a_server_that_goes_away_is_named(tiny_model: Path, impatient: None):
         engine = engine_for(url, tiny_model)
         with pytest.raises(ServerError, match=f"{url}/v1/completions failed 3 times, .*[Dd]isconnected"):
             engine.generate([Request(0, [20], PLAIN, 0)])
-    with pytest.raises(ServerError, match=f"{url}/v1/models failed 3 times, .*Connect.*Look whether the server runs"):
+    with pytest.raises(ServerError, match=f"{url}/v1/models failed 3 times, .*Connect.*Check that the server runs"):
         engine_for(url, tiny_model)
 
 

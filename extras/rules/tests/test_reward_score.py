@@ -349,7 +349,7 @@ def test_a_gateway_that_gave_up_is_asked_again_and_other_errors_are_not(monkeypa
     with fusion_server((413, {})) as (url, asked):  # this program is too large
         score, [result] = sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)
         assert (score, result["result"]) == (0.0, -1) and "413" in result["answer"]
-    with pytest.raises(http.ServerError, match="Look whether the server runs"):  # nobody is there any more
+    with pytest.raises(http.ServerError, match="Check that the server runs"):  # nobody is there any more
         sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)
 
 

@@ -472,7 +472,7 @@ def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], lis
     model = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding())
     config = RolloutConfig(prompt_length=8, response_length=6)
     before = score(model, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs
-    again = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(), like=model)  # as a reference is
+    again = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(), sibling=model)  # as a reference is
     assert torch.equal(score(again, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs, before)
     assert all(weight.grad is None for weight in model.parameters()), "gradients of the trial are held"
     with model.parallel.whole(model):

@@ -405,7 +405,7 @@ def test_a_choice_among_verls_files_has_no_effect_and_says_so(override, capsys):
 
 
 def test_what_is_left_to_be_given_is_asked_for_and_a_tilde_of_what_is_not_set_is_told():
-    with pytest.raises(ConfigError, match=r"data\.train_files is \?\?\?, which stands for what is to be given"):
+    with pytest.raises(ConfigError, match=r"data\.train_files is \?\?\?, which stands for a value"):
         compose_whole("main", "data.train_files=???")
     assert compose_whole("main", f"~{A}.optim.lr", "~critic") == compose_whole("main")
 
