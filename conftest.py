@@ -70,11 +70,16 @@ def shipped_configs_read_once() -> Iterator[None]:
 # clusters of Ray stand side by side, where runs of one would join the other.
 ENGINES = (
     *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py", "test_server.py"),
-    *("test_ray_group.py", "test_golden.py", "test_extras.py::test_the_core_alone_trains_on_ray"),
+    *(
+        "test_certificate.py",
+        "test_ray_group.py",
+        "test_golden.py",
+        "test_extras.py::test_the_core_alone_trains_on_ray",
+    ),
 )
 LONG = (
     *("test_docs", "test_extras", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper"),
-    "test_resume",
+    *("test_resume", "test_generation", "test_sharding", "test_process_env"),
 )
 
 

@@ -274,17 +274,17 @@ def test_a_run_that_filters_stopped_in_every_step_is_the_unbroken_run(tiny_model
             "reward.custom_reward_function.name=compute_reward",
             *(FILTER, f"{METRIC}=vowel", f"{MOST}=6"),
             *("data.max_response_length=4", "trainer.n_threads=1", "env.val_episodes=0"),
-            *("trainer.total_training_steps=5", "trainer.save_freq=1"),
+            *("trainer.total_training_steps=3", "trainer.save_freq=1"),
         )
 
     main.run(compose(*overrides("unbroken")))
-    for step in range(1, 6):
+    for step in range(1, 4):
         run_until(step, overrides("broken"), (RayPPOTrainer, "after_step") if step % 2 else (Observers, "stepped"))
     main.run(compose(*overrides("broken")))
     metrics = learning_metrics(tmp_path / "unbroken")
     assert learning_metrics(tmp_path / "broken") == metrics
-    assert state_files(tmp_path / "broken", 5) == state_files(tmp_path / "unbroken", 5)
-    draws = [metrics[step]["train/num_gen_batches"] for step in range(1, 6)]
+    assert state_files(tmp_path / "broken", 3) == state_files(tmp_path / "unbroken", 3)
+    draws = [metrics[step]["train/num_gen_batches"] for step in range(1, 4)]
     assert len(set(draws)) > 1 and max(draws) > 1  # positions in the data that no fixed stride would reach
-    assert metrics[5]["training/epoch"] == (sum(draws) - 1) // 2 > 2, "of two batches each"
-    assert sum(draws) > 5 and all(metrics[step]["actor/grad_norm"] > 0 for step in range(1, 6))
+    assert metrics[3]["training/epoch"] == (sum(draws) - 1) // 2 > 0, "of two batches each"
+    assert sum(draws) > 3 and all(metrics[step]["actor/grad_norm"] > 0 for step in range(1, 4))

@@ -1,7 +1,7 @@
 """Deletes each extra in a copy of the repository: the core must work without it, and name it where a setting asks.
 
-`make extras` deletes all in turn; `make test` two a day. One copy has no extra at all: there the core alone plays
-episodes with tools, trains by PPO on two Ray workers, saves and resumes.
+`make extras` deletes all in turn; `make test` two a day, both from one copy. One copy has no extra at all: there the
+core alone plays episodes with tools, trains by PPO on two Ray workers, saves and resumes.
 """
 
 import os
@@ -79,16 +79,18 @@ def today() -> list[str]:
     return [EXTRAS[(first + number) % len(EXTRAS)] for number in range(min(A_DAY, len(EXTRAS)))]
 
 
-@pytest.mark.parametrize("extra", EXTRAS if os.environ.get("EXTRAS") == "all" else today())
-def test_the_core_does_without_an_extra(extra: str, tmp_path: Path):
-    copy = without(tmp_path / "copy", extra)
+@pytest.mark.parametrize(
+    "extras", [[one] for one in EXTRAS] if os.environ.get("EXTRAS") == "all" else [today()], ids="+".join
+)
+def test_the_core_does_without_extras(extras: list[str], tmp_path: Path):
+    copy = without(tmp_path / "copy", *extras)
     pass_tests(copy, "tests", "--collect-only")
     pass_tests(copy, GOLDEN, "-k", "sums")
-    for start in SETTINGS.get(extra, ()):
+    for name, start in [(extra, start) for extra in extras for start in SETTINGS.get(extra, ())]:
         key = f"trainer.{start}" if "." not in start else f"actor_rollout_ref.{start}"
         refused = run(copy, "main.py", "--config-name", "frozenlake", f"{key}=1")
-        assert refused.returncode and f"{extra} is not in this copy; extras/{extra} was removed" in refused.stderr
-    if core := {file for kind in kinds_of(extra) for file in CORE_TESTS.get(kind, ())}:
+        assert refused.returncode and f"{name} is not in this copy; extras/{name} was removed" in refused.stderr
+    if core := {file for name in extras for kind in kinds_of(name) for file in CORE_TESTS.get(kind, ())}:
         pass_tests(copy, *sorted(core))
 
 
@@ -127,6 +129,19 @@ def test_the_core_alone_trains_as_ever(bare: Path):
     pass_tests(bare, GOLDEN, "-k", "off and not pf_ppo and (sums or frozenlake or episodes or ppo or remax or dapo)")
 
 
+# Two runs and their Ray workers, as forks of a process of the copy.
+FORKED = """
+import json, os, sys
+from tests.forked import python, python_command
+forks = {"runtime_env": {"py_executable": python_command()}}
+os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(forks)
+for steps in ("2", "3"):
+    done = python("main.py", *sys.argv[1:], f"trainer.total_training_steps={steps}")
+    print(done.stdout, done.stderr)
+    done.check_returncode()
+"""
+
+
 def test_the_core_alone_trains_on_ray_and_goes_on_from_its_checkpoint(bare: Path, tiny_model: Path, tmp_path: Path):
     settings = f"""
         --config-name frozenlake actor_rollout_ref.model.path={tiny_model} trainer.default_local_dir={tmp_path}/run
@@ -134,7 +149,6 @@ def test_the_core_alone_trains_on_ray_and_goes_on_from_its_checkpoint(bare: Path
         data.train_batch_size=4 actor_rollout_ref.rollout.n=2 env.train_size=10 env.val_episodes=2
         trainer.save_freq=1 trainer.test_freq=-1 trainer.logger=[console]
     """.split()
-    for steps in ("2", "3"):
-        done = run(bare, "main.py", *settings, f"trainer.total_training_steps={steps}")
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    done = run(bare, "-c", FORKED, *settings)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "resuming from" in done.stdout and (tmp_path / "run/global_step_3/actor/huggingface/config.json").is_file()

@@ -1,5 +1,6 @@
 """Where the worker lives changes no number; what fails there is reported here; what is taken is given back."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from configs.errors import ConfigError
 from configs.schema import Config
 from data.seeding import derive_seed, forked_rng
 from main import run
+from tests.forked import python_command
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from training.model_shards import Shards
@@ -121,9 +123,11 @@ def full_run(tiny_model: Path, folder: Path, *more: str) -> Config:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("restored_registries")
-def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: Path):
+def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Bit by bit, weights too, with an engine, a dataset, an estimator and a loss of the user's; the Ray that `run`
     started ends with it."""
+    forks = {"runtime_env": {"py_executable": python_command()}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(forks))  # its workers have their imports done
     for name, text in {"rollout": MY_ROLLOUT, "dataset": MY_DATASET, "algorithm": MY_ALGORITHM}.items():
         (tmp_path / f"my_{name}.py").write_text(text)
     options = [

@@ -283,8 +283,8 @@ def read_terminal(terminal: int) -> bytes:
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
-@pytest.mark.parametrize("closing", ["with track:", "if True:"])
-def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_path, monkeypatch, closing):
+def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_path, monkeypatch):
+    """…of a run that nobody closes."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     program = f"""
@@ -292,13 +292,12 @@ import sys
 from tests.test_tracking import STEP, start
 from rich.console import Console
 track = start({str(tmp_path)!r}, "console")
-{closing}
-    track.log(1, STEP)
-    print("a line of other code")
-    print("and one on stderr", file=sys.stderr)
-    Console().print("left [/INST]", markup=False, highlight=False)
-    track.log(2, STEP)
-    raise RuntimeError("out of memory")
+track.log(1, STEP)
+print("a line of other code")
+print("and one on stderr", file=sys.stderr)
+Console().print("left [/INST]", markup=False, highlight=False)
+track.log(2, STEP)
+raise RuntimeError("out of memory")
 """
     status, output = run_on_a_terminal(program)
     assert status == 1

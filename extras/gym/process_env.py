@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -21,7 +21,9 @@ from configs.errors import users_line
 from configs.import_utils import load_module
 from data.concurrency import run_in_background
 from extras.processes.child import START_SECONDS, Channel, Child, ProcessEnded
-from training.environment import Environment
+
+if TYPE_CHECKING:  # it loads torch, which the process of an environment does without
+    from training.environment import Environment
 
 READ = ("success", "action", "turns", "invalid", "return", "end_reason")  # of info; the rest stays in the process
 Story = tuple[tuple[str, tuple[Any, ...]], ...]  # methods of TextEnv and arguments: (("reset", (7, ())), ("act", (2,)))
@@ -38,7 +40,7 @@ class ProcessEnv:
         RuntimeError: the environment raised, or its process ended.
     """
 
-    def __init__(self, environment: Environment, processes: int, timeout: float | None = 60.0) -> None:
+    def __init__(self, environment: "Environment", processes: int, timeout: float | None = 60.0) -> None:
         self.environment, self.processes, self.timeout = environment, processes, timeout
         self._pool = [Process(environment, timeout) for _ in range(processes)]
         self._numbers = itertools.count()
@@ -114,7 +116,7 @@ class Process:
     """Plays episodes in a process. `lock` is to be held around `start` and `call`; `life` counts the starts, and
     `end` says how the process before this one ended."""
 
-    def __init__(self, environment: Environment, timeout: float | None) -> None:
+    def __init__(self, environment: "Environment", timeout: float | None) -> None:
         self.environment, self.timeout, self.lock = environment, timeout, threading.Lock()
         self._child, self._forgotten, self.end = Child(serve, partial(pack, environment)), deque(), ""
 
@@ -161,7 +163,7 @@ def describe(story: Story) -> str:
     return f"after reset(seed={seed}) and actions {[*start, *(action for _, (action,) in acts)]}"
 
 
-def pack(environment: Environment) -> bytes:
+def pack(environment: "Environment") -> bytes:
     """Returns the first request to a process: the user's module, and the environment."""
     return pickle.dumps((environment.module, cloudpickle.dumps(environment)))
 
@@ -189,7 +191,7 @@ def serve(channel: Channel) -> None:
         channel.write(request, pickle.dumps(play(episodes[number], chapters)))
 
 
-def play(episode: Environment, chapters: Story) -> tuple[Any, Exception | None, str]:
+def play(episode: "Environment", chapters: Story) -> tuple[Any, Exception | None, str]:
     """Returns (result of the last chapter, state), exception or None, its traceback."""
     try:
         for method, arguments in chapters:
