@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock, Thread, current_thread
@@ -32,24 +33,27 @@ def run_in_background(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
 
-def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float | None) -> list[Any]:
+def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float | None, late: Any = None) -> list[Any]:
     """Returns results in order: at most `max_concurrent` at once, each for at most `timeout` seconds (None: any).
 
     They run in an event loop in a thread of its own: a notebook already runs one in this thread. The first failure
-    ends the wait, and so does Ctrl-C, at once; what is still under way is cancelled.
+    ends the wait, and so does Ctrl-C, at once; what is still under way is cancelled. With `late`, one that took longer
+    has that for a result, and so have those that one which blocks kept from being done.
 
     Raises:
-        TimeoutError: one took longer; names its place and the key.
+        TimeoutError: one took longer, and there is no `late`; names its place and the key.
     """
-    slots = asyncio.Semaphore(max_concurrent)
+    slots, results = asyncio.Semaphore(max_concurrent), [late] * len(awaitables)
 
-    async def result_of(row: int, awaitable: Awaitable) -> Any:
+    async def result_of(row: int, awaitable: Awaitable) -> None:
         try:
             async with slots, asyncio.timeout(timeout) as deadline:
-                return await awaitable
+                results[row] = await awaitable
         except TimeoutError as error:
             if not deadline.expired():  # the user's code raised it
                 raise
+            if late is not None:
+                return
             call = f"the call for response {row}" if len(awaitables) > 1 else "the call"
             raise TimeoutError(
                 f"{call} was not done after reward.timeout={timeout:g} seconds: raise it (null: "
@@ -59,11 +63,15 @@ def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float
             if inspect.iscoroutine(awaitable):
                 awaitable.close()  # else Python warns of one that never began
 
-    async def gather() -> list[Any]:
-        return await asyncio.gather(*(result_of(row, awaitable) for row, awaitable in enumerate(awaitables)))
+    async def gather() -> None:
+        await asyncio.gather(*(result_of(row, awaitable) for row, awaitable in enumerate(awaitables)))
 
+    longest = None if late is None or timeout is None else timeout * -(-len(results) // max_concurrent) + STOP_SECONDS
     with loop_in_thread() as loop:
-        return asyncio.run_coroutine_threadsafe(gather(), loop).result()
+        done = asyncio.run_coroutine_threadsafe(gather(), loop)
+        if done in wait([done], longest).done:
+            done.result()  # raises what they raised
+        return results.copy()  # one that blocks may write more
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs import errors
 from configs.errors import ConfigError
 from configs.extras import has
 from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig, WeightedFunctionConfig
@@ -611,3 +612,11 @@ def test_a_function_that_returns_none_has_no_part_in_a_response(tmp_path):
 def test_an_entry_that_cannot_work_is_named(tmp_path, entries, message):
     with pytest.raises(ValueError, match=message):
         load_reward_manager(functions(tmp_path, *entries), TOKENIZER, None)
+
+
+def test_a_function_beside_an_environment_is_said_to_be_what_scores(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(errors, "noticed", set())
+    (tmp_path / "mine.py").write_text(PER_TEXT)
+    function = RewardFunctionConfig(str(tmp_path / "mine.py"), "compute_reward")
+    load_reward_manager(RewardConfig(function, **HERE), TOKENIZER, environment=object())
+    assert re.search("mine.py scores the responses, custom/reward_manager.py and the env", capfd.readouterr().err)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import users_line
+from configs.errors import notice_once, users_line
 from configs.extras import find
 from configs.import_utils import bind, callable_name, load_extern_object
 from configs.schema import Config, RewardConfig, RewardManagerConfig, ScoringConfig
@@ -73,6 +73,8 @@ def load_reward_manager(
             f"reward.reward_kwargs has {', '.join(unread)}, which only a reward.reward_manager of yours reads: a "
             "function has reward.custom_reward_function.reward_kwargs."
         )
+    if name == "functions" and environment is not None:
+        notice_once(f"{config.source()} scores the responses, {config.reward_manager.path} and the environment do not.")
     return find("reward", name)(config, RewardRun(tokenizer, environment, run_config))
 
 

@@ -13,7 +13,7 @@ reward.reward_manager.path names. It may be a subclass of the classes below; the
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from configs.schema import Config, RewardConfig, RewardManagerConfig
 from data.concurrency import run_all
 from data.padding import last_token
 from data.protocol import DataProto
+from data.types import NotScored
 from training.reward import parse_scores
 from training.reward_function import FunctionReward
 
@@ -36,10 +37,11 @@ Class = TypeVar("Class", bound=type)
 
 
 def register(name: str) -> Callable[[Class], Class]:
-    """Registers a class of reward managers under `name`. Raises ValueError if another module's has it."""
+    """Registers a class of reward managers under `name`. Raises ValueError if another class has it."""
 
     def add(manager_class: Class) -> Class:
-        if (known := REWARD_MANAGER_REGISTRY.get(name, manager_class)).__module__ != manager_class.__module__:
+        known = REWARD_MANAGER_REGISTRY.get(name, manager_class)
+        if (known.__module__, known.__qualname__) != (manager_class.__module__, manager_class.__qualname__):
             raise ValueError(f"the reward manager {name!r} is {known.__qualname__} already: choose another name.")
         REWARD_MANAGER_REGISTRY[name] = manager_class
         return manager_class
@@ -166,8 +168,14 @@ class UsersManager:
             [results] = run_all([self.manager.run_batch(data)], 1, seconds)
         else:
             calls = [self.manager.run_single(data[row : row + 1]) for row in range(len(data))]
-            results = run_all(calls, self.config.max_concurrent, self.config.timeout)
-        return [{**(one.get("reward_extra_info") or {}), "score": one["reward_score"]} for one in results]
+            late = NotScored("timeout", f"run_single was not done after reward.timeout={self.config.timeout} seconds")
+            results = run_all(calls, self.config.max_concurrent, self.config.timeout, late)
+        return [one if isinstance(one, NotScored) else columns_of(one) for one in results]
+
+
+def columns_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what run_single returned as the score and the columns of a row."""
+    return {**(result.get("reward_extra_info") or {}), "score": result["reward_score"]}
 
 
 def load(settings: RewardConfig, run: Any) -> UsersManager:

@@ -26,7 +26,7 @@ from data.pretrained import as_users_read
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.tool_parsers import FunctionCall, ToolCall, ToolParser
-from data.types import SamplingParams
+from data.types import NotScored, SamplingParams
 from extras.sft.dataset import answer_end, create_sft_dataset
 from extras.sft.settings import SFTConfig
 from extras.sft.verl_datasets import MultiTurnSFTDataset, VerlSFTDataset
@@ -135,6 +135,24 @@ def test_a_reward_or_a_manager_of_verls_scores_as_it_does_there(form):
     assert not found[batch.batch["response_mask"] == 0].any() and (found != 0).sum(1).max() <= 1
     assert {name: batch.non_tensor_batch[name].tolist() for name in columns} == columns
     assert reward_metrics(batch)
+
+
+@pytest.mark.parametrize(("wait", "in_time"), [("await asyncio.sleep(9)", [1.0, 1.0, 1.0]), ("time.sleep(2)", [1.0])])
+def test_a_row_that_its_manager_does_not_score_in_time_is_not_scored_and_the_others_are(tmp_path, wait, in_time):
+    """One that blocks keeps the rows behind it from being scored too."""
+    (tmp_path / "slow.py").write_text(
+        "import asyncio, time\nfrom verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
+        "class Slow(RewardManagerBase):\n    async def run_single(self, data):\n"
+        f"        if data.non_tensor_batch['level'][0] == 2:\n            {wait}\n"
+        "        return {'reward_score': 1.0, 'reward_extra_info': {}}\n"
+    )
+    config = compose(
+        "env.id=null", "env.val_episodes=0", f"reward.reward_manager.path={tmp_path}/slow.py", "reward.timeout=0.2",
+        "reward.reward_manager.name=Slow", "reward.max_concurrent=4",
+    )  # fmt: skip
+    results = load_reward_manager(config.reward, TOKENIZER, None, config)(rollouts())
+    assert [one["score"] for one in results if not isinstance(one, NotScored)] == in_time
+    assert {one.outcome for one in results if isinstance(one, NotScored)} == {"timeout"}
 
 
 def test_a_managers_score_goes_to_the_last_token_of_the_policy():
