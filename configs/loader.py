@@ -180,7 +180,7 @@ def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
     for override in settings:
         apply_override(config, override, schema, translators)
         for keys in translators:
-            keys.translate_override(config)
+            keys.translate_override(config, override)
     for keys in translators:
         keys.tell()
     base = copy.deepcopy(defaults(schema))

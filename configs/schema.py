@@ -506,7 +506,9 @@ class FilterGroupsConfig(Frozen):
 
 
 @dataclass
-class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), Frozen):
+class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), Open):
+    keeps = "adv_estimator_kwargs"
+
     adv_estimator: str = setting("gae", "Name in the registry of advantage estimators.")
     adv_estimator_kwargs: dict[str, Any] = setting({}, "Passed on to the estimator, by name, e.g. {f_norm: 2}.")
     gamma: float = setting(1.0, "Discount.", ge=0, le=1)

@@ -121,14 +121,16 @@ class Frozen(Readable):
 
 
 class Open(Frozen):
-    """Keeps keys of the user's beside its own, in the setting `extras`."""
+    """Keeps keys of the user's beside its own, in the setting that `keeps` names."""
+
+    keeps = "extras"
 
     def settings(self) -> dict[str, Any]:
-        return self.extras | vars(self)
+        return vars(self)[self.keeps] | vars(self)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a key of the user's: Python calls this for names that are not fields."""
-        extras = vars(self).get("extras", {})  # not there while a copy is made
+        extras = vars(self).get(self.keeps, {})  # not there while a copy is made
         if name not in extras:
             raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {', '.join([*vars(self), *extras])}")
         return extras[name]
@@ -222,8 +224,8 @@ class Keys:
     def translate_yaml(self, config: DictConfig, overrides: Sequence[Any], file: str) -> None:
         """Translates, in place, what a yaml file gives; parsed `overrides` are to follow."""
 
-    def translate_override(self, config: DictConfig) -> None:
-        """Translates, in place, what one more override gave: of two spellings the later wins."""
+    def translate_override(self, config: DictConfig, override: Any) -> None:
+        """Translates, in place, what one more parsed `override` gave: of two spellings the later wins."""
 
     def tell(self) -> None:
         """Prints notices of the overrides that were translated."""

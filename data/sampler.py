@@ -84,6 +84,20 @@ class AbstractCurriculumSampler(AbstractSampler):
     def update(self, batch: DataProto) -> None: ...
 
 
+class PlainSampler(AbstractSampler):
+    """A sampler of PyTorch's, which knows neither epochs nor steps. Resumed, it has to yield the same order again."""
+
+    def __init__(self, data_source: Sized, data_config: DataConfig, sampler: Sampler[int]) -> None:
+        super().__init__(data_source, data_config)
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
 def hears_metrics(sampler: AbstractSampler) -> bool:
     """Says whether a sampler's `update` is that of (indices, metrics), not that of (batch).
 
@@ -145,19 +159,21 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
         seed: trainer.seed; data.seed, where set, comes first.
 
     Raises:
-        TypeError, ValueError: the user's class is no AbstractSampler, cannot be called with data.sampler.kwargs,
+        TypeError, ValueError: the user's class is no Sampler, cannot be called with data.sampler.kwargs,
             or has an `update` of another form; both it and weights are set, or weights are not those of the data.
     """
     chosen, seed = data_config.sampler, seed if data_config.seed is None else data_config.seed
     if chosen.class_path is not None:
         key = "data.sampler.class_name"
-        sampler_class = load_subclass(chosen.class_path, chosen.class_name, AbstractSampler, key)
+        sampler_class = load_subclass(chosen.class_path, chosen.class_name, Sampler, key)
         if data_config.source_weights:
             raise ValueError(
                 f"data.sampler.class_path={chosen.class_path} and data.source_weights are both set: take one back."
             )
         arguments = {"data_source": dataset, "data_config": data_config}
         sampler = bind(sampler_class, arguments, chosen.kwargs, f"{key}={chosen.class_name}")()
+        if not isinstance(sampler, AbstractSampler):
+            return PlainSampler(dataset, data_config, sampler)
         hears_metrics(sampler)  # or raises
         return sampler
     if data_config.source_weights:

@@ -4,11 +4,21 @@ import re
 import shlex
 import traceback
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import main
+from custom.env_wrapper import ENVIRONMENTS
 from tests.runs import learning_metrics, run_main, short_run
+
+
+@pytest.fixture(autouse=True)
+def environments_as_they_were():
+    """Some cases change the texts of an environment, and run in this process."""
+    with patch.dict(ENVIRONMENTS):
+        yield
+
 
 ROWS = "".join(f'{{"prompt": "What is {i}+1?", "ground_truth": "{i + 1}"}}\n' for i in range(8))
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
@@ -166,7 +176,7 @@ BEFORE_ANYTHING_STARTS = [
     Case(
         "custom sampler of another type",
         "data.sampler.class_path=DIR/mine.py data.sampler.class_name=Mine",
-        "data.sampler.class_name=Mine .*must be a subclass of data.sampler.AbstractSampler",
+        "data.sampler.class_name=Mine .*must be a subclass of torch.utils.data.sampler.Sampler",
         mine_py="class Mine: pass",
     ),
     Case("rows without a ground truth", "", "score.py.* needs ground_truth, and none of 8", "data.ground_truth_key",

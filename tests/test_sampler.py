@@ -174,6 +174,17 @@ def test_a_users_sampler_gets_the_data_and_its_config_by_keyword(tmp_path):
     assert list(sampler) == [2, 1, 0]
 
 
+def test_a_plain_sampler_of_pytorch_is_one_of_ours(tmp_path):
+    (tmp_path / "plain.py").write_text(
+        "from torch.utils.data import Sampler\n\nclass Plain(Sampler):\n    def __init__(self, data_source):\n"
+        "        self.size = len(data_source)\n    def __iter__(self):\n        return iter([2, 0])\n"
+        "    def __len__(self):\n        return 2\n"
+    )
+    config = DataConfig(sampler=SamplerConfig(class_path=str(tmp_path / "plain.py"), class_name="Plain"))
+    loader = PromptLoader(Numbers(3), 2, create_rl_sampler(config, Numbers(3), seed=0))
+    assert [list(loader.next_batch()["dataset_position"]) for _ in range(2)] == [[2, 0], [2, 0]]
+
+
 def test_a_mixture_draws_each_source_in_its_share_evenly_and_every_row_before_any_comes_twice():
     sources = ["a"] * 6 + ["b"] * 30
     order = mixed_order(sources, {"a": 1, "b": 2}, np.random.default_rng(0))

@@ -188,7 +188,7 @@ class Presets(Keys):
     def translate_yaml(self, given: DictConfig, overrides: Any, file: str) -> None:
         expand_presets(given)
 
-    def translate_override(self, given: DictConfig) -> None:
+    def translate_override(self, given: DictConfig, override: Any) -> None:
         expand_presets(given)
 
 

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -349,6 +351,45 @@ def copy(src: str, dst: str, **kwargs: Any) -> str:
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
     """Makes a folder. Raises ValueError as `copy_to_local`."""
     os.makedirs(copy_to_local(name), mode, exist_ok)
+
+
+class Tracking:
+    """Logs metrics to the terminal and to services: the class by which scripts of verl's users log.
+
+    Args:
+        default_backend: of console, tensorboard, wandb, mlflow, trackio, swanlab.
+        config: of the run, which services show.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+
+    def __init__(
+        self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
+    ) -> None:
+        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+        if unknown := sorted({*names} - {"console", *LOGGER_TYPE_TO_CLASS}):
+            raise ValueError(f"Tracking has no backend {unknown}; it has console, {', '.join(LOGGER_TYPE_TO_CLASS)}.")
+        PartialState(cpu=True)  # trackers ask it
+        self.logger: dict[str, Any] = {name: print for name in names if name == "console"}
+        for name in {*names} - {"console"}:
+            folder = os.environ.get("TENSORBOARD_DIR", "tensorboard_log")
+            settings = {"tensorboard": {"logging_dir": folder}, "mlflow": {"run_name": experiment_name}}
+            settings |= {"swanlab": {"experiment_name": experiment_name}}
+            run = experiment_name if name == "tensorboard" else project_name
+            self.logger[name] = LOGGER_TYPE_TO_CLASS[name](run, **settings.get(name, {"name": experiment_name}))
+            self.logger[name].start()
+            if name != "tensorboard":  # whose parameters are numbers and texts alone
+                self.logger[name].store_init_configuration(dict(config or {}))
+
+    def log(self, data: dict[str, Any], step: int, backend: Any = None) -> None:
+        """Logs the metrics of a step to all backends, or to those that `backend` lists."""
+        for name, tracker in self.logger.items():
+            if backend is None or name in backend:
+                if name == "console":
+                    print(f"step:{step} - " + " - ".join(f"{key}:{value}" for key, value in data.items()))
+                else:
+                    tracker.log(dict(data), step)
 
 
 if __name__ == "__main__":

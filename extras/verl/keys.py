@@ -199,7 +199,11 @@ class VerlKeys(Keys):
         settle(config, overrides, self.schema)
         tell(move(config, self.schema), file)
 
-    def translate_override(self, config: DictConfig) -> None:
+    def translate_override(self, config: DictConfig, override: Override) -> None:
+        section, _, name = override.key_or_group.partition(".")
+        if override.is_add() and section == "algorithm" and not self.knows(override.key_or_group):
+            key = f"algorithm.adv_estimator_kwargs.{name}"  # a setting of the user's estimator
+            OmegaConf.update(config, key, config.algorithm.pop(name), force_add=True)
         self.moved += move(config, self.schema, later=True)
 
     def tell(self) -> None:

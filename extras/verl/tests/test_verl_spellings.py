@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from configs.errors import ConfigError
 from configs.loader import Arguments, known_keys, load_config
 from configs.schema import Config
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig
@@ -16,6 +17,7 @@ from extras.server.settings import ServerConfig
 from extras.sft.settings import SFTConfig
 from extras.verl.keys import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
 from tests.runs import ROOT, compose
+from training.preparation import check_algorithm
 
 OF_ALL_WORKERS = pairs(READ["of_all_workers"])
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,6 +41,9 @@ SPELLINGS = [
     ("data.chat_template=chatml", "actor_rollout_ref.model.custom_chat_template", CHATML),
     ("actor_rollout_ref.rollout.name=naive", "actor_rollout_ref.rollout.name", "hf"),
     ("trainer.max_critic_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2),
+    ("actor_rollout_ref.actor.policy_loss.tau_neg=1.5", "actor_rollout_ref.actor.tau_neg", 1.5),
+    ("actor_rollout_ref.model.torch_dtype=bfloat16", "actor_rollout_ref.actor.fsdp_config.dtype", "bfloat16"),
+    ("trainer.test_freq=False", "trainer.test_freq", -1),
     ("critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),
 ]
 
@@ -53,6 +58,13 @@ def test_an_old_spelling_acts_as_todays_and_says_so_in_one_line(override, key, v
     in_yaml = OmegaConf.from_dotlist([override.lstrip("+")])
     OmegaConf.save(in_yaml, tmp_path / "mine.yaml")
     assert load(tmp_path, "mine") == config
+
+
+def test_a_setting_of_the_users_estimator_is_given_to_it_and_stands_in_its_config():
+    algorithm = compose("+algorithm.my_alpha=2", name="ppo_trainer").algorithm
+    assert algorithm.adv_estimator_kwargs == {"my_alpha": 2} and algorithm.my_alpha == algorithm.get("my_alpha") == 2
+    with pytest.raises(ConfigError, match=r"grpo takes no argument \['lamm'\]"):
+        check_algorithm(compose("+algorithm.lamm=2"))
 
 
 def test_spellings_that_are_only_accepted_are_no_keys_of_ours_and_renamed_ones_lead_to_one():
