@@ -357,7 +357,7 @@ class Tracking:
     """Logs metrics to the terminal and to services: the class by which scripts of verl's users log.
 
     Args:
-        default_backend: of console, tensorboard, wandb, mlflow, trackio, swanlab.
+        default_backend: of console, tensorboard (in tensorboard_log/), wandb, mlflow, trackio, swanlab.
         config: of the run, which services show.
 
     Raises:
@@ -373,8 +373,7 @@ class Tracking:
         PartialState(cpu=True)  # trackers ask it
         self.logger: dict[str, Any] = {name: print for name in names if name == "console"}
         for name in {*names} - {"console"}:
-            folder = os.environ.get("TENSORBOARD_DIR", "tensorboard_log")
-            settings = {"tensorboard": {"logging_dir": folder}, "mlflow": {"run_name": experiment_name}}
+            settings = {"tensorboard": {"logging_dir": "tensorboard_log"}, "mlflow": {"run_name": experiment_name}}
             settings |= {"swanlab": {"experiment_name": experiment_name}}
             run = experiment_name if name == "tensorboard" else project_name
             self.logger[name] = LOGGER_TYPE_TO_CLASS[name](run, **settings.get(name, {"name": experiment_name}))
