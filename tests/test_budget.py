@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_900,
+    "core lines": 18_200,
     "core files": 80,
-    "product lines": 34_050,
+    "product lines": 34_500,
     "scripts and benchmarks": 2_600,
     "names in training/": 18,
     "names in workers/": 22,
@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 34_800,
+    "test lines": 36_000,
 }
 
 
