@@ -237,16 +237,25 @@ def refuse_calls(numbers: Iterable[int]) -> None:
 
 
 def become(user: int) -> None:
-    """Makes this process another user's, who can read the Python that runs it even if that is root's own."""
-    closed = [path for path in Path(sys.base_prefix).parents if not path.stat().st_mode & 1]
-    if closed:
+    """Makes this process another user's, who can read its Python and this checkout even where they lie in a folder
+    that is root's own: what they hold is mounted anew, in a namespace of this process."""
+    inside = [path for folder in (sys.base_prefix, sys.prefix, ROOT) for path in Path(folder).iterdir()]
+    ways = {path: [*path.parents] for path in inside if path.is_dir() and not path.is_symlink()}
+    closed = {path: [above for above in way if not above.stat().st_mode & 1] for path, way in ways.items()}
+    if tops := {way[-1] for way in closed.values() if way}:
         libc, private, bind = ctypes.CDLL(None, use_errno=True), 0x44000, 0x1000
         assert libc.unshare(1 << 17) == 0 and libc.mount(None, b"/", None, private, None) == 0
-        kept, top = os.open(sys.base_prefix, os.O_PATH), os.fsencode(closed[-1])
-        assert libc.mount(b"none", top, b"tmpfs", 0, b"mode=755") == 0
-        os.makedirs(sys.base_prefix)
-        assert libc.mount(f"/proc/self/fd/{kept}".encode(), os.fsencode(sys.base_prefix), None, bind, None) == 0
-        os.close(kept)
+        kept = {path: os.open(path, os.O_PATH) for path, way in closed.items() if way}
+        venv = {path: path.read_bytes() for path in inside if path.name == "pyvenv.cfg"}
+        for top in tops:
+            assert libc.mount(b"none", os.fsencode(top), b"tmpfs", 0, b"mode=755") == 0
+        for path, descriptor in kept.items():
+            path.mkdir(parents=True, exist_ok=True)
+            assert libc.mount(f"/proc/self/fd/{descriptor}".encode(), os.fsencode(path), None, bind, None) == 0
+            os.close(descriptor)
+        for path, content in venv.items():
+            if not path.exists():
+                path.write_bytes(content)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -281,12 +290,13 @@ def state(folder: Path) -> list[tuple]:
     return [(name, look.st_mode, look.st_size, look.st_mtime) for name, look in looks]
 
 
-def run_all(user: int | None, mode: str) -> dict[str, str]:
-    """Returns `try_all` of a process of its own: of that user (None: this one), without what `mode` takes away."""
+def run_all(user: int | None, mode: str, root: Path = ROOT) -> dict[str, str]:
+    """Returns `try_all` of a process of its own: of that user (None: this one), without what `mode` takes away, by the
+    checkout at `root`."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
         command = [sys.executable, "-m", "extras.sandbox.tests.sandbox_escapes", str(user or ""), mode, folder]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"KEY": "secret"})
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"KEY": "secret"})
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

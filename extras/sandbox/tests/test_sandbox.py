@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,17 @@ def test_no_program_gets_out_and_honest_ones_run(user: int | None, mode: str):
     assert ("namespaces" in found["fences"], "Landlock" in found["fences"]) == ("amespaces" in mode, "Landlock" in mode)
     held = [name for name in ESCAPES if mode != "namespaces alone" or name not in READS]
     assert {name: found[name] for name in held if not found[name].startswith("held")} == {}
+    assert {name: found[name] for name in HONEST} == dict.fromkeys(HONEST, "ok")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="root alone can become another")
+@pytest.mark.parametrize("below", [".", "checkout"])
+def test_the_checkout_may_lie_where_other_users_cannot_read(below: str, tmp_path: Path):
+    (root := tmp_path / below).mkdir(exist_ok=True)
+    tmp_path.chmod(0o700)
+    for name in ("configs", "extras"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    found = run_all(OTHER, "namespaces, Landlock", root)
     assert {name: found[name] for name in HONEST} == dict.fromkeys(HONEST, "ok")
 
 
