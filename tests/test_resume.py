@@ -17,6 +17,7 @@ from data.files import read_metrics
 from data.seeding import forked_rng, rng_state, set_rng_state
 from data.types import SamplingParams
 from tests.runs import Stopped, compose, files_of_at_most, learning_metrics, run_main, short_run, signalled, state_files
+from training.checkpoint import write_sums
 from training.ray_trainer import RayPPOTrainer
 from training.tracking import Observers
 from workers.engine import TrainEngine
@@ -242,19 +243,34 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(settings, monkeypatch,
     assert list(learning_metrics(tmp_path)) == [0, 1, 2, 3]
 
 
-def test_a_torn_checkpoint_names_the_file(settings, unbroken, tmp_path):
+def cut_short(content: bytes) -> bytes:
+    return content[:-100]
+
+
+def with_a_bit_flipped(content: bytes) -> bytes:
+    place = random.Random(len(content)).randrange(len(content))
+    return content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("harm", "background"), [(cut_short, False), (with_a_bit_flipped, False), (with_a_bit_flipped, True)]
+)
+def test_a_harmed_checkpoint_names_the_file(settings, unbroken, tmp_path, harm, background):
     whole = unbroken("ppo") / "global_step_5"
+    if background:
+        main.run(compose(*settings(tmp_path / "whole", "ppo", f"{SAVES}.async_save=true")))
+        whole = tmp_path / "whole/global_step_5"
     names = [str(path.relative_to(whole)) for path in whole.rglob("*") if path.suffix in (".pt", ".safetensors")]
     names = [name for name in names if "huggingface" not in name]
     assert len(names) == 8
-    torn = tmp_path / "global_step_5"
-    resume = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={torn}"
+    harmed = tmp_path / "global_step_5"
+    resume = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={harmed}"
     for name in names:
-        shutil.copytree(whole, torn)
-        (torn / name).write_bytes((whole / name).read_bytes()[:-100])
-        with pytest.raises(ValueError, match=rf"file {torn / name} cannot be loaded .*trainer\.resume_mode=disable"):
+        shutil.copytree(whole, harmed)
+        (harmed / name).write_bytes(harm((whole / name).read_bytes()))
+        with pytest.raises(ValueError, match=rf"file {harmed / name} cannot be loaded .*trainer\.resume_mode=disable"):
             main.run(compose(*settings(tmp_path / "run", "ppo", *resume)))
-        shutil.rmtree(torn)
+        shutil.rmtree(harmed)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
 
 
@@ -298,6 +314,7 @@ def test_the_generators_of_the_trainer_win_where_it_shares_a_process_with_its_wo
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     torch.save(rng_state(), tmp_path / "global_step_3/actor/extra_state_world_size_1_rank_0.pt")
+    write_sums(tmp_path / "global_step_3")
     main.run(compose(*settings(tmp_path)))
     assert_same_run(tmp_path, unbroken())
 

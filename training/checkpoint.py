@@ -3,8 +3,9 @@
 A checkpoint is written under a temporary name, flushed to disk, renamed to global_step_N, then named in
 latest_checkpointed_iteration.txt; only after that are older ones removed. Layout: actor/, critic/ (supervised training
 has the one model's files beside the others), data.pt (position in the data), trainer_state.pt (step, its metrics, KL
-coefficient, random generators), config.yaml. A model has model/ and optim/ (training/model_shards.py), a file of random
-generators a worker (extra_state_world_size_N_rank_i.pt), and huggingface/ for from_pretrained.
+coefficient, random generators), config.yaml, checksums.json (of what a resumed run reads). A model has model/ and
+optim/ (training/model_shards.py), a file of random generators a worker (extra_state_world_size_N_rank_i.pt), and
+huggingface/ for from_pretrained.
 """
 
 import json
@@ -14,7 +15,9 @@ import pickle
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -32,8 +35,10 @@ from configs.schema import Config
 from data.files import replacing
 
 POLL_SECONDS = 0.05  # between two checks whether a checkpoint is whole
+SUMS_FILE = "checksums.json"
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.yaml"  # of a checkpoint, and of the run beside its checkpoints
+RESUMED = ("model", "optimizer", "extra")  # the parts of a model that a run goes on from
 WRITING, REPLACED, DELETED = ".writing_", ".replaced_", ".deleted_"  # prefixes of what a kill may leave behind
 # torch reports a full disk as a RuntimeError, as does a worker in another process, and in words of its own.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
@@ -134,6 +139,7 @@ def name_checkpoint(root: Path, step: int, keep: int | None) -> None:
     final = root / f"global_step_{step}"
     temporary, replaced = final.with_name(WRITING + final.name), final.with_name(REPLACED + final.name)
     try:
+        write_sums(temporary)
         flush_tree(temporary)
         if final.exists():  # from an earlier life of the run, or from another run
             final.rename(replaced)
@@ -146,6 +152,36 @@ def name_checkpoint(root: Path, step: int, keep: int | None) -> None:
         clear_leftovers(root)
     for old in sorted(number for number in saved_steps(root) if number <= step)[: -keep if keep else 0]:
         remove(root / f"global_step_{old}")
+
+
+def write_sums(folder: Path) -> None:
+    """Writes down bytes and CRC-32 of each file of a checkpoint that a resumed run reads."""
+    files = [path for path in folder.rglob("*.*") if path.suffix in (".pt", ".safetensors")]
+    files = [path for path in files if path.parent.name != "huggingface"]
+    with ThreadPoolExecutor() as threads:
+        sums = zip((str(path.relative_to(folder)) for path in files), threads.map(sum_of, files), strict=True)
+        (folder / SUMS_FILE).write_text(json.dumps(dict(sums), indent=2))
+
+
+def check_sums(root: Path, files: Iterable[Path]) -> None:
+    """Raises ValueError if one of the `files` of the checkpoint `root` is not as it was written, as far as is known."""
+    path = root / SUMS_FILE
+    try:
+        sums = json.loads(path.read_text()) if path.exists() else {}
+        for path in files:
+            name = str(path.relative_to(root))
+            if name in sums and sums[name] != sum_of(path):
+                raise ValueError("its bytes are not those that were written")
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+
+
+def sum_of(path: Path) -> list[int]:
+    size = value = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            size, value = size + len(piece), zlib.crc32(piece, value)
+    return [size, value]
 
 
 def clear_leftovers(root: Path) -> None:

@@ -21,6 +21,7 @@ from data.seeding import rng_state, set_rng_state
 from training.checkpoint import (
     CONFIG_FILE,
     Saver,
+    check_sums,
     checkpoint_to_resume,
     clear_leftovers,
     config_drift,
@@ -214,6 +215,7 @@ class Run:
         print(f"resuming from {folder}: training goes on from its weights, not from those of {self.config.model_key}")
         for line in config_drift(folder / CONFIG_FILE, self.config):
             print(f"  config changed since: {line}")
+        check_sums(folder, [folder / name for name in ("data.pt", "trainer_state.pt")])
         for name, model in self.models.items():
             model.all("load", folder.resolve() / name)
         trusted = self.config.trainer.trust_checkpoint

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
 from data.seeding import rng_state, set_rng_state
-from training.checkpoint import read_part
+from training.checkpoint import SUMS_FILE, check_sums, read_part
 from training.model_shards import MODEL, MOMENTS, Shards, once, save_shards, write_pretrained
 from workers.collectives import group_size, new_group, rank
 
@@ -104,6 +104,9 @@ class ModelCheckpoint:
         Raises:
             ValueError: a part is missing, unreadable or of another model; names the file and the remedy.
         """
+        root = folder if (folder / SUMS_FILE).exists() else folder.parent  # supervised training has one model
+        files = sorted([*folder.glob(f"{MODEL}/*"), *folder.glob(f"{MOMENTS}/*"), *folder.glob("*.pt")])
+        check_sums(root, files[rank() :: group_size()])  # all ranks together each file once
         Shards(folder / MODEL).fill(weights_of(self.module))
         self._load_moments(Shards(folder / MOMENTS))
         writers = max(1, len([*folder.glob(f"{GENERATORS}_world_size_*.pt")]))

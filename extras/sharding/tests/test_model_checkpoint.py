@@ -21,9 +21,9 @@ from tests.ranks import Ranks
 from tests.runs import files_of_at_most
 from tests.test_checkpoint import in_child
 from training import model_shards
-from training.checkpoint import Saver, find_checkpoint
+from training.checkpoint import Saver, find_checkpoint, write_sums
 from training.model_shards import Shards, save_shards, write_pretrained
-from workers.collectives import Peers, compute_together, group_size
+from workers.collectives import Peers, compute_together, gather, group_size
 from workers.engine import TrainEngine
 from workers.model_checkpoint import moments_of
 from workers.models import load_causal_lm
@@ -116,6 +116,28 @@ def test_replicas_write_once_in_the_background_what_shards_read(tiny_model, tmp_
     assert sum(sizes) < 1.2 * (tmp_path / "huggingface/model.safetensors").stat().st_size
     assert_goes_on(on(2, loaded_engine, tiny_model, tmp_path), wanted)
     assert len([*tmp_path.glob("extra_state_world_size_3_rank_*.pt")]) == 3
+
+
+def refusals(model: Path, folder: Path) -> list[str]:
+    """What each rank says that cannot load what is in `folder`."""
+    try:
+        make_engine(model).checkpoint.load(folder)
+    except ValueError as error:
+        return gather(str(error))
+    return gather("")
+
+
+def test_of_two_ranks_one_names_the_shard_in_which_a_bit_was_flipped(tiny_model, tmp_path, on):
+    on(2, saved_engine, tiny_model, tmp_path / "actor", (-1, 1), False)
+    write_sums(tmp_path)
+    files = [*tmp_path.glob("actor/*.pt"), *tmp_path.glob("actor/model/*"), *tmp_path.glob("actor/optim/*")]
+    assert len(files) == 6
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        [said] = filter(None, on(2, refusals, tiny_model, tmp_path / "actor"))
+        assert f"file {file} cannot be loaded" in said and "trainer.resume_mode=disable" in said
+        file.write_bytes(content)
 
 
 def save_nowhere(model: Path, folder: Path) -> str:
