@@ -131,6 +131,23 @@ def lock(file: IO) -> bool:
     return True
 
 
+class FolderLost(ConfigError):
+    """A run's folder has been deleted or moved while the run went on; what is there now may be another run's."""
+
+
+locked: dict[Path, os.stat_result] = {}  # by folder: the lock of the run in this process that has it
+
+
+def check_is_ours(folder: str | Path) -> None:
+    """Raises FolderLost unless the run that `sole_run` let into `folder` still has it; others are not asked."""
+    path, mine = Path(folder) / "run.lock", locked.get(Path(folder))
+    if mine and not (path.exists() and os.path.samestat(mine, path.stat())):
+        raise FolderLost(
+            f"trainer.default_local_dir={folder} was deleted or moved while this run went on; what is there now is not "
+            "its own. It ends here, and nothing more is written there."
+        )
+
+
 @contextmanager
 def sole_run(folder: str | Path) -> Iterator[None]:
     """Keeps other runs out of `folder`, which is made. Its run.lock names the process that has it, or had it last.
@@ -151,4 +168,8 @@ def sole_run(folder: str | Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        locked[path.parent] = os.stat(file.fileno())
+        try:
+            yield
+        finally:
+            del locked[path.parent]

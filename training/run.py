@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.process import Requests, end_by, in_words
 from configs.schema import Config
-from data.files import rewrite
+from data.files import FolderLost, check_is_ours, rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import rng_state, set_rng_state
@@ -124,8 +124,8 @@ class Run:
                 self.log(None)  # step 0, or a step saved just before a kill
             try:
                 ending = self.train()
-            except WorkerError:
-                raise  # other workers may wait for the one that failed, and would not answer
+            except (WorkerError, FolderLost):
+                raise  # other workers may wait for the one that failed, and would not answer; or the folder is gone
             except (RuntimeError, ValueError):
                 self.saver.finish()
                 raise
@@ -145,6 +145,7 @@ class Run:
             while self.global_step < self.total_steps and ending is None:
                 self.global_step += 1
                 batch, self.metrics = self.step()
+                check_is_ours(self.folder)
                 if self.can_validate and self.is_due(settings.test_freq):
                     with timer("testing", self.timing):
                         self.metrics |= self.validate()

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from configs.errors import ConfigError
 from configs.extras import TABLE, find, present
-from data.files import append, json_line, read_metrics, rewrite
+from data.files import FolderLost, append, json_line, read_metrics, rewrite
 from data.protocol import DataProto
 from data.types import Observer
 
@@ -152,6 +152,8 @@ class Record(Observer):
 
     def ended(self, error: BaseException | None) -> None:
         """Writes the lines that still wait; raises OSError if they are lost."""
+        if isinstance(error, FolderLost):
+            return
         try:
             self.write()
         except OSError as problem:

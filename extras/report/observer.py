@@ -32,7 +32,8 @@ from configs.errors import NOTICE, latest, notice, notices, users_line
 from configs.paths import ROOT
 from configs.process import available_cores, in_words
 from configs.schema import Config
-from data.files import append, dispensable, dump_jsonl, json_line, replacing, rewrite
+from configs.settings import words_without_secrets
+from data.files import FolderLost, append, dispensable, dump_jsonl, json_line, replacing, rewrite
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Observer
@@ -96,7 +97,8 @@ class Report(Observer):
         if self.run_file is None:
             return
         self.events.close()
-        self.run_file.end(error)
+        if not isinstance(error, FolderLost):
+            self.run_file.end(error)
         if error is None:
             folder = shlex.quote(str(self.run.folder))
             print(f"python -m extras.report {folder} makes a page of this run, to open in a browser.")
