@@ -45,6 +45,8 @@ from configs.settings import (
     keeps_own_keys,
     known_keys,
     leaves,
+    recorded,
+    unresolved,
 )
 
 CONFIG_DIR = Path(__file__).parent
@@ -147,23 +149,33 @@ def load_config(arguments: Arguments, schema: type) -> Any:
     composed = compose_dict(arguments, schema)
     try:
         if OmegaConf.select(composed, "trainer.experiment_name", default="no run") is None:
-            composed.trainer.experiment_name = name_of_experiment(composed)
+            composed.trainer.experiment_name = name_of_experiment(composed, arguments.overrides)
         config = OmegaConf.to_object(composed)
+        note_environment(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from error
     check_rules(config)
     check_sections(config, config)
     if arguments.print_config:
-        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+        print(OmegaConf.to_yaml(OmegaConf.create(recorded(config))), end="")
         raise SystemExit(0)
     return config
 
 
-def name_of_experiment(composed: DictConfig) -> str:
-    """Names a run after its model and its data, with a digest of all that it learns from: no other experiment goes on
-    from its weights, and the same command does."""
+def note_environment(composed: DictConfig) -> None:
+    """Notes which settings name variables of the environment, for whoever writes them down."""
+    for key, given in leaves(composed):
+        if "${oc.env:" in str(given) and not key.endswith("model.path"):  # by which a checkpoint is known
+            value = OmegaConf.select(composed, key)
+            unresolved[key] = given, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
+def name_of_experiment(composed: DictConfig, overrides: list[str]) -> str:
+    """Names a run after its model and its data, with a digest of all that it learns from, of algorithm and seed: no
+    other experiment goes on from its weights, and the same command does."""
     selected = {key: OmegaConf.select(composed, key) for key in LEARNT_FROM}
     values = {key: OmegaConf.to_object(item) if OmegaConf.is_config(item) else item for key, item in selected.items()}
+    values["recipe"] = [text for text in overrides if text.lstrip("+").startswith("recipe")]
     firsts = [value[0] if isinstance(value, list) else value for value in map(values.get, NAMED) if value]
     words = [re.sub(r"[^\w.-]", "_", Path(first).name) for first in firsts]
     return "_".join([*words, sha256(repr(values).encode()).hexdigest()[:6]]) if words else "default"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partialmethod
 from importlib.util import find_spec
@@ -51,6 +51,17 @@ def set_environment() -> None:
     """Sets the variables that the user has not set; for commands, before they load torch."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
+
+
+def read_key(settings: Mapping[str, Any], where: str) -> str | None:
+    """Returns the key to a server: `api_key` of its settings, or what the variable holds that `api_key_env` names.
+
+    Raises ValueError, which begins with `where`, if the environment has no such variable.
+    """
+    name = settings.get("api_key_env")
+    if name is not None and name not in os.environ:
+        raise ValueError(f"{where}.api_key_env={name}: the environment has no such variable. Export it.")
+    return settings.get("api_key") if name is None else os.environ[name]
 
 
 def shows_tracebacks() -> bool:

@@ -1,9 +1,11 @@
 """Declares settings with default, rules and meaning in one line, and sections whose values are set only once.
 
-Below: what a schema and a config hold, by dotted keys, and the hook that translates keys of other projects."""
+Below: what a schema and a config hold, by dotted keys, how a config is written down without secrets, and the hook that
+translates keys of other projects."""
 
-from collections.abc import Iterator, KeysView, Sequence
-from dataclasses import FrozenInstanceError, field, fields, is_dataclass, replace
+import re
+from collections.abc import Iterator, KeysView, Mapping, Sequence
+from dataclasses import FrozenInstanceError, asdict, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,6 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 EACH_EPOCH = "after_each_epoch"  # for a number of steps
+SECRET, MASK = re.compile(r"(?i)(key|token|password|secret)$"), "***"
+SECRET_IN_DICT = re.compile(r"""(?i)((?:key|token|password|secret)["']?\s*:\s*)("[^"]*"|'[^']*'|[^\s,}\]]+)""")
+PASSWORD_IN_URL = re.compile(r"(://[^/@\s:$]*:)[^/@\s$]+(?=@)")
+FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\w+\}")
+
+unresolved: dict[str, tuple[Any, Any]] = {}  # by dotted key: what names variables of the environment, and its value
 
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
@@ -196,6 +204,40 @@ def is_known(key: str, schema: type) -> bool:
 @cache
 def keys_of(schema: type) -> frozenset[str]:
     return frozenset(known_keys(defaults(schema)))
+
+
+def recorded(config: Any) -> dict[str, Any]:
+    """Returns all settings as they may be written down: without secrets, and with variables by their names."""
+    return without_secrets(asdict(config), type(config))
+
+
+def without_secrets(value: Any, schema: type, key: str = "") -> Any:
+    """Masks the secrets in a setting, or in a section; what was read from the environment is named instead."""
+    given, resolved = unresolved.get(key, (None, None))
+    if given is not None and value == resolved:
+        value = given
+    if isinstance(value, Mapping):
+        return {name: without_secrets(item, schema, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(item, schema, key) for item in value]
+    if value is not None and is_secret(key, schema) and not FROM_ENVIRONMENT.fullmatch(str(value)):
+        return MASK
+    return PASSWORD_IN_URL.sub(rf"\1{MASK}", value) if isinstance(value, str) else value
+
+
+def words_without_secrets(words: Sequence[str], schema: type) -> list[str]:
+    """Masks the secrets in a command line of key=value."""
+    masked = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        value = SECRET_IN_DICT.sub(rf"\1{MASK}", without_secrets(value, schema, key.lstrip("+~-")))
+        masked.append(f"{key}{equals}{value}")
+    return masked
+
+
+def is_secret(key: str, schema: type) -> bool:
+    """Says whether a setting is a secret, by its name. The schema's own that end in _key are names of columns."""
+    return bool(SECRET.search(key)) and (key not in keys_of(schema) or key.endswith("api_key"))
 
 
 class Keys:

@@ -63,9 +63,8 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "workers/model_worker.py": "the memory of its GPU, which main.py must not touch",
     },
     "environment": {
-        "configs/process.py": "sets what torch reads when it is loaded, and reads Hydra's switch for tracebacks",
+        "configs/process.py": "sets what torch reads when it is loaded, and Hydra's switch, and keys to servers",
         "extras/verl/__main__.py": "a script for verl reads the variables of whoever starts it, and sets others",
-        "extras/judge/judge.py": "reads the key to a server, which belongs in no config",
         "workers/vllm_setup.py": "vLLM takes settings from it, and its changes are put back",
         "workers/vllm_rollout_spmd.py": "sets what vLLM finds when it starts",
         "workers/models.py": "CUDA_VISIBLE_DEVICES may hide the GPU on purpose",

@@ -31,7 +31,9 @@ from safetensors import SafetensorError
 from yaml import YAMLError
 
 from configs.errors import ConfigError, first_line
+from configs.paths import find_path
 from configs.schema import Config
+from configs.settings import recorded, without_secrets
 from data.files import replacing
 
 POLL_SECONDS = 0.05  # between two checks whether a checkpoint is whole
@@ -294,7 +296,15 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def config_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(with_whole_paths(recorded(config))))
+
+
+def with_whole_paths(setting: Any, key: str = "") -> Any:
+    """Names the folders of models in `setting`, or in a section, as from any working directory."""
+    if isinstance(setting, Mapping):
+        return {name: with_whole_paths(value, f"{key}.{name}") for name, value in setting.items()}
+    is_folder = key.endswith(".model.path") and setting is not None and find_path(setting).is_dir()
+    return str(find_path(setting).resolve()) if is_folder else setting
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -307,7 +317,8 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 def config_drift(path: Path, config: Config) -> list[str]:
     """Compares a checkpoint's config.yaml with the run that resumes it: lines like `trainer.seed: 0 → 1`."""
-    saved, current, unset = settings_of(path), dict(flatten(asdict(config))), "not set"
+    saved, current, unset = settings_of(path), dict(flatten(with_whole_paths(recorded(config)))), "not set"
+    saved = {key: without_secrets(value, type(config), key) for key, value in saved.items()}
     keys = dict.fromkeys([*saved, *current])
     changed = [key for key in keys if saved.get(key, unset) != current.get(key, unset)]
     return [f"{key}: {as_override(saved.get(key, unset))} → {as_override(current.get(key, unset))}" for key in changed]

@@ -23,7 +23,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from rich.progress import Progress
@@ -32,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural, sampling
 from configs.errors import ConfigError, refusals
 from configs.schema import DataConfig
+from configs.settings import recorded
 from data.chat import Prompt, as_messages, encode_prompt
 from data.files import append, json_line, lock, replacing
 from data.pretrained import load_tokenizer
@@ -100,7 +100,7 @@ def job_identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, An
     digest = hashlib.sha256()
     for row, ids in zip(dataset.rows, dataset.prompt_ids, strict=True):
         digest.update(len(ids).to_bytes(8) + ids.tobytes() + json_line(row))
-    settings = {key: value for key, value in flatten(asdict(config)) if key.startswith(DECISIVE)}
+    settings = {key: value for key, value in flatten(recorded(config)) if key.startswith(DECISIVE)}
     columns = ", ".join(dataset.rows[0])
     return {**settings, "data.path": f"{len(dataset)} rows of {columns}, {digest.hexdigest()[:16]}"}
 

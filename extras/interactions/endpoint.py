@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from configs.process import read_key
 from data.http import ask_once
 from extras.interactions.base import BaseInteraction
 
@@ -17,16 +18,18 @@ class EndpointInteraction(BaseInteraction):
     """Asks `config.base_url` (…/v1) for what the user says next, by the chat completions of `config.model`.
 
     It is told `config.instruction`, and the row's interaction_kwargs.persona below it. The conversation ends when it
-    writes <end>. `config.sampling` goes along (temperature, max_tokens, …), `config.api_key` as a bearer token.
+    writes <end>. `config.sampling` goes along (temperature, max_tokens, …), as a bearer token the key that the variable
+    `config.api_key_env` holds, or `config.api_key`.
 
     Raises:
-        ValueError: no base_url or model.
+        ValueError: no base_url or model, or no such variable.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         if missing := [key for key in ("base_url", "model") if not self.config.get(key)]:
             raise ValueError(f"config.{missing[0]} is not set: which server and model plays the user.")
+        self.api_key = read_key(self.config, "config")
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -39,7 +42,7 @@ class EndpointInteraction(BaseInteraction):
     async def _ask(self, messages: list[dict[str, Any]]) -> str:
         url = f"{self.config['base_url'].rstrip('/')}/chat/completions"
         body = {"model": self.config["model"], "messages": messages, **self.config.get("sampling", {})}
-        answer = await ask_once("POST", url, body, api_key=self.config.get("api_key"), timeout=TIMEOUT)
+        answer = await ask_once("POST", url, body, api_key=self.api_key, timeout=TIMEOUT)
         return answer["choices"][0]["message"]["content"] or ""
 
 

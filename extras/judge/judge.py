@@ -8,7 +8,6 @@ An answer that grades nothing is no score: the row counts as one that could not 
 
 import hashlib
 import json
-import os
 import re
 import sqlite3
 from contextlib import closing
@@ -17,6 +16,7 @@ from typing import Any
 
 from aiohttp import ClientSession
 
+from configs.process import read_key
 from data.http import Json, RequestRefused, api_root, ask, open_session
 
 TEMPLATE = """You grade an answer.
@@ -77,27 +77,19 @@ async def judge(
     """
     url = f"{api_root(base_url)}/v1"
     question = fill_template(read_template(template), prompt, response, ground_truth)
-    async with await open_session(read_key(api_key_env)) as session:  # reward.timeout limits it
+    key = read_key({"api_key_env": api_key_env}, "reward_kwargs")
+    async with await open_session(key) as session:  # reward.timeout limits it
         if model is None:
             model = await only_model(session, url, retries)
         messages = [{"role": "user", "content": question}]
         body = {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
-        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        kept = recall(cache, key)
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        kept = recall(cache, digest)
         answer = kept or read_answer(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
     score = (read_grade(answer, pattern, worst, best) - worst) / (best - worst)
     if kept is None:
-        remember(cache, key, answer)
+        remember(cache, digest, answer)
     return {"score": score, "judge_said": answer}
-
-
-def read_key(api_key_env: str | None) -> str | None:
-    """Returns the key that the variable `api_key_env` holds. Raises ValueError if it is not set."""
-    if api_key_env is None:
-        return None
-    if api_key_env not in os.environ:
-        raise ValueError(f"reward_kwargs.api_key_env={api_key_env}: the environment has no such variable. Export it.")
-    return os.environ[api_key_env]
 
 
 def read_template(template: str) -> str:

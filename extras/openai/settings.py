@@ -1,9 +1,10 @@
 """Settings of a server as the engine: actor_rollout_ref.rollout.engine_kwargs.openai."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from configs.errors import ConfigError
+from configs.process import read_key
 from configs.schema import RolloutConfig
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.openai"
@@ -17,6 +18,7 @@ class OpenAISettings:
     Attributes:
         base_url: the beginning of its addresses, e.g. http://127.0.0.1:8000/v1.
         api_key: the key that the server requires; None: it requires none.
+        api_key_env: the environment variable that holds it.
         model: the name of the model on the server; None: it has only one.
         timeout: seconds that a response may take.
         weights_folder: folder in memory shared by this node's processes, through which weights are passed.
@@ -27,6 +29,7 @@ class OpenAISettings:
 
     base_url: str
     api_key: str | None = None
+    api_key_env: str | None = None
     model: str | None = None
     timeout: float = 3600.0
     weights_folder: str = "/dev/shm"
@@ -49,4 +52,4 @@ def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
     if settings.weight_transfer not in WEIGHT_TRANSFERS:
         known = ", ".join(WEIGHT_TRANSFERS)
         raise ConfigError(f"{KEY}.weight_transfer={settings.weight_transfer} is none of {known}.")
-    return settings
+    return replace(settings, api_key=read_key(vars(settings), KEY))

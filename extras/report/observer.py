@@ -114,7 +114,7 @@ class RunFile:
         self.kind = "ppo" if isinstance(run.config, Config) else "sft"
         lines = [batch_arithmetic(run.config), sampling_summary(run.config)] if self.kind == "ppo" else []
         self.entry = {
-            "command": sys.orig_argv,
+            "command": words_without_secrets(sys.orig_argv, type(run.config)),
             **git_state(ROOT),
             "versions": {"python": platform.python_version(), **dict(package_versions())},
             "machine": machine(),

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from configs.errors import ConfigError, refusals
 from configs.paths import ROOT
-from configs.process import worker_threads
+from configs.process import read_key, worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from extras.server.app import Served, http_server
 from workers.engine import compute_dtype
@@ -73,7 +73,7 @@ def load_served(config: ServerConfig) -> Served:
         vocab_size=standalone.vocab_size,
         context=rollout.prompt_length + rollout.response_length,
         max_tokens=rollout.response_length,
-        api_key=config.server.api_key,
+        api_key=read_key(vars(config.server), "server"),
     )
 
 
@@ -133,8 +133,8 @@ def option(name: str, value: Any) -> list[str]:
 def server_environment(config: ServerConfig) -> dict[str, str]:
     """Returns the environment variables of vLLM's server; to take weights it needs its development routes."""
     variables = vllm_environment(training_device(n_gpus=None).type)
-    if config.server.api_key:
-        variables["VLLM_API_KEY"] = config.server.api_key  # a command can be read by whoever lists processes
+    if key := read_key(vars(config.server), "server"):
+        variables["VLLM_API_KEY"] = key  # a command can be read by whoever lists processes
     variables["OMP_NUM_THREADS"] = str(worker_threads(config.trainer.n_threads).number)
     if config.server.takes_weights:
         paths = [str(ROOT), *variables.get("PYTHONPATH", "").split(os.pathsep)]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from configs.errors import ConfigError
+from configs.process import read_key
 from configs.schema import ModelConfig, RolloutConfig
 from configs.settings import Frozen, group, setting
 
@@ -27,6 +28,7 @@ class ServerSettings(Frozen):
     host: str = setting("127.0.0.1", "Address to listen at; the default is reached from this machine alone.")
     port: int = setting(8000, "Port to listen at; 0: any free one, which is printed.", ge=0, le=65535)
     api_key: str | None = setting(None, "Token that clients must send (Authorization: Bearer …); null: none is asked.")
+    api_key_env: str | None = setting(None, "Environment variable that holds it.")
     served_model_name: str | None = setting(None, "What clients call the model; null: model.path.")
     takes_weights: bool = setting(
         False, "With rollout.name=vllm: take the weights of a trainer whose rollout.name=openai asks here."
@@ -53,8 +55,8 @@ class ServerConfig(Frozen):
 def check_server(config: ServerConfig) -> None:
     """Raises ConfigError for settings that cannot work together."""
     server, rollout, data, model = config.server, config.rollout, config.data, config.model
-    if server.host not in LOOPBACK and not server.api_key:
-        raise ConfigError(f"server.host={server.host} lets other machines in: set server.api_key, or host=127.0.0.1.")
+    if server.host not in LOOPBACK and not read_key(vars(server), "server"):
+        raise ConfigError(f"server.host={server.host} lets others in: set server.api_key_env, or host=127.0.0.1.")
     if server.takes_weights and (rollout.name != "vllm" or server.host not in LOOPBACK):
         given = f"server.takes_weights=true with rollout.name={rollout.name}, server.host={server.host}"
         raise ConfigError(f"{given}: it needs rollout.name=vllm and server.host=127.0.0.1.")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -43,6 +44,44 @@ def test_a_start_is_described_with_its_end(tiny_model, tmp_path, capsys):
     assert start["batch_arithmetic"][0] in output and start["machine"]["host"] == socket.gethostname()
     assert datetime.fromisoformat(start["started"]) < datetime.fromisoformat(start["ended"])
     assert output.endswith(f"python -m extras.report {tmp_path} makes a page of this run, to open in a browser.\n")
+
+
+KEYED = """
+import os
+
+def compute_score(prompt, response, api_key, more, url, named, password):
+    assert {api_key, more["hf_token"], url[10:-5], named, password} == {os.environ["PLANTED"]}
+    return float(len(response))
+"""
+
+
+def test_a_key_is_in_no_file_of_a_run(tiny_model, tmp_path):
+    """In six forms, one of them only in the command; what names a variable goes on naming it."""
+    (tmp_path / "score.py").write_text(KEYED)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2", "data_source": "sums"}\n' * 2)
+    key, reward, run = "sk-PLANTED", "reward.custom_reward_function", tmp_path / "run"
+    given = [
+        f"{reward}.reward_kwargs.api_key={key}",
+        f"+{reward}.reward_kwargs.more={{hf_token: {key}, x: 1}}",
+        f"{reward}.reward_kwargs.url='http://me:{key}@host'",
+        f"{reward}.reward_kwargs.named=${{oc.env:PLANTED}}",
+        f"{reward}.reward_kwargs.password=${{oc.env:PLANTED}}",
+        f"actor_rollout_ref.rollout.engine_kwargs.openai.api_key={key}",
+        "actor_rollout_ref.rollout.engine_kwargs.openai.api_key=another",
+    ]
+    more = [f"data.train_files={tmp_path}/rows.jsonl", f"{reward}.path={tmp_path}/score.py", "trainer.save_freq=1"]
+    command = [f"actor_rollout_ref.model.path={tiny_model}", f"trainer.default_local_dir={run}", *more, *given]
+    sizes = ["data.train_batch_size=2", "data.max_response_length=2", "trainer.total_training_steps=1"]
+    logged = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.logger=[tensorboard]"]
+    started = [sys.executable, "main.py", *command, *sizes, *logged]  # no fork, whose command is another
+    done = subprocess.run(started, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PLANTED": key})
+    assert done.returncode == 0, done.stderr
+    assert python("-m", "extras.report", run).returncode == 0
+    assert not [path for path in run.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    for config in (run / "config.yaml", run / "global_step_1/config.yaml"):
+        assert config.read_text().count("${oc.env:PLANTED}") == 2
+    [start] = json.loads((run / "run.json").read_text())["starts"]
+    assert f"+{reward}.reward_kwargs.more={{hf_token: ***, x: 1}}" in start["command"]
 
 
 def test_a_killed_start_has_no_end_and_a_fresh_one_sets_it_aside(tmp_path):

@@ -518,7 +518,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["server.host=0.0.0.0"], "server.host=0.0.0.0 lets other machines in: set server.api_key"),
+        (["server.host=0.0.0.0"], "server.host=0.0.0.0 lets others in: set server.api_key_env"),
         (["server.port=70000"], "server.port=70000 must be at most 65535"),
         (["server.host=192.0.2.1", "server.api_key=x"], "cannot be listened at"),
         (["server.takes_weights=true"], "server.takes_weights=true with rollout.name=hf, server.host=127.0.0.1"),
