@@ -52,7 +52,8 @@ from configs.settings import (
 CONFIG_DIR = Path(__file__).parent
 NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_files")  # they name a run that has no name
 REWARDS = ("custom_reward_function", "functions", "reward_manager", "reward_model.model.path")
-LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", *(f"reward.{name}" for name in REWARDS))
+ALGORITHM = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.seed")
+LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", *(f"reward.{name}" for name in REWARDS), *ALGORITHM)
 OPENERS = ("path", "env.id")  # settings that decide which keys other sections take, so they are set first
 ONE_RUN = (
     "sweeps are not run here; start one run per value, each with a trainer.experiment_name: for seed in 0 1 2; do …"

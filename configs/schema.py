@@ -531,7 +531,7 @@ class RunConfig(Frozen):
     total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
     project_name: str = setting("nano_verl", "Project at the loggers.")
     experiment_name: str | None = setting(
-        None, "Experiment at the loggers, and folder; null: made of model, data and reward.", filled=True
+        None, "Experiment at the loggers, and folder; null: made of what it learns from.", filled=True
     )
     default_local_dir: str = setting(
         "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints.", filled=True

@@ -85,6 +85,11 @@ def test_overrides_follow_hydras_grammar(override, key, value):
     [
         ("actor_rollout_ref.actor.optim.lr=1e-3", True),
         ("trainer.total_training_steps=9", True),
+        ("algorithm.kl_ctrl.kl_coef=0.1", True),
+        ("algorithm.adv_estimator=rloo", False),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", False),
+        ("recipe=dapo", False),
+        ("trainer.seed=1", False),
         ("actor_rollout_ref.model.path=elsewhere/Qwen", False),
         ("data.train_files=[/data/other/train.parquet]", False),
         ("reward.custom_reward_function.path=mine.py", False),
@@ -92,7 +97,7 @@ def test_overrides_follow_hydras_grammar(override, key, value):
         ("reward.reward_model.model.path=judge", False),
     ],
 )
-def test_a_run_without_a_name_has_one_of_its_model_data_and_reward(more, same):
+def test_a_run_without_a_name_has_one_of_its_model_data_reward_and_algorithm(more, same):
     command = ["actor_rollout_ref.model.path=some/Qwen", "data.train_files=[/data/train.parquet,b.parquet]"]
     first, second = (compose(*command, *add, name="ppo_trainer").trainer for add in ([], [more]))
     assert first.experiment_name.startswith("Qwen_train.parquet_")

@@ -248,8 +248,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     is_named, has_adapter = trainer.resume_mode == "resume_path", config.policy_model.adapter != "none"
     if is_named and not has_adapter:
         return folder
-    saved, current = settings_of(folder / CONFIG_FILE), dict(flatten(asdict(config)))
-    if key in saved and os.path.abspath(saved[key]) != os.path.abspath(current[key]):
+    if key in saved and saved[key] != current[key]:
         remedy = (
             f"its {config.policy_model.adapter} matrices need those weights"
             if is_named
@@ -310,7 +309,7 @@ def with_whole_paths(setting: Any, key: str = "") -> Any:
 def settings_of(path: Path) -> dict[str, Any]:
     """Reads the config.yaml of a checkpoint, by dotted key. Raises ValueError if it is unreadable."""
     try:
-        return dict(flatten(OmegaConf.to_container(OmegaConf.load(path))))
+        return dict(flatten(with_whole_paths(OmegaConf.to_container(OmegaConf.load(path)))))
     except FILE_ERRORS as error:
         raise unreadable(path, error) from error
 
