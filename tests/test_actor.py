@@ -329,6 +329,24 @@ def test_rows_without_advantage_cost_no_forward_and_the_step_is_the_same(policy:
     assert relative_distance(*weights) < 1e-4  # AdamW divides by gradients whose last bits differ
 
 
+def test_for_a_log_of_the_entropy_rows_without_advantage_go_forward_alone(policy: PreTrainedModel):
+    batch, found, learnt = ragged_batch(), [], []
+    batch.batch["advantages"][[0, 2, 5, 7]] = 0.0
+    for alone in (False, True):
+        actor, seen = make_actor(policy, ActorConfig(calculate_entropy=True)), []
+        assert actor.only_logs_silent_rows
+        actor.only_logs_silent_rows = alone
+        actor.engine.module.base_model.register_forward_pre_hook(
+            lambda *call, seen=seen: seen.append(call[2]["input_ids"].numel() * torch.is_grad_enabled()),
+            with_kwargs=True,
+        )
+        found.append(update(actor, batch))
+        learnt.append(sum(seen))
+    (metrics, gradient, _), (metrics_alone, gradient_alone, _) = found
+    assert learnt[1] < 0.7 * learnt[0] and relative_distance(gradient_alone, gradient) < 1e-5
+    assert metrics_alone == pytest.approx(metrics, rel=1e-4, abs=1e-7)
+
+
 def test_a_batch_without_any_advantage_still_steps_the_optimiser(policy: PreTrainedModel):
     config = ActorConfig(optim=OptimConfig(lr=1e-2, weight_decay=0.1))
     batch, actor = ragged_batch(), make_actor(policy, config)

@@ -109,6 +109,12 @@ def skips_zero_advantages(config: Config) -> bool:
 
 
 def without_zero_advantages(mini_batch: DataProto) -> DataProto:
-    """Keeps the rows with an advantage other than 0; one row if there is none, as the optimiser steps all the same."""
-    counts = ((mini_batch.advantages != 0) & mini_batch.response_mask.bool()).any(1)
-    return mini_batch.select_idxs(counts if counts.any() else torch.tensor([0]))
+    """Returns the `learning_rows`."""
+    return mini_batch.select_idxs(learning_rows(mini_batch))
+
+
+def learning_rows(batch: DataProto) -> torch.Tensor:
+    """Marks rows with an advantage other than 0; where there is none the first, so that the optimiser steps anyway."""
+    learns = ((batch.advantages != 0) & batch.response_mask.bool()).any(1)
+    learns[:1] |= ~learns.any()
+    return learns

@@ -22,7 +22,7 @@ from training.losses import (
     masked_mean,
     zero_masked,
 )
-from training.mini_batches import Update
+from training.mini_batches import Update, learning_rows
 from training.roles import TEACHER_KEY, loss_reads, loss_settings
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
@@ -59,6 +59,8 @@ class DataParallelPPOActor(TrainedModel):
         self.log_prob_size = log_prob_size
         policy_loss = policy_loss or config.policy_loss
         self.policy_loss = get_policy_loss(policy_loss.loss_mode)
+        reads_all_rows = config.entropy_coeff or config.use_kl_loss or not self.policy_loss.silent_at_zero
+        self.only_logs_silent_rows = config.calculate_entropy and not reads_all_rows
         self.loss_reads, self.loss_columns = loss_reads, dict.fromkeys([*LOSS_COLUMNS, *loss_reads])
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
@@ -78,18 +80,26 @@ class DataParallelPPOActor(TrainedModel):
             if self.policy_loss.over_mini_batch:
                 gradient = self.policy_gradient(batch, update, metrics)
                 batch = DataProto(batch.batch.copy()).union(gradient)
+            if self.only_logs_silent_rows:
+                learns = learning_rows(batch)
+                self.measure(batch.select_idxs(~learns), update, metrics)
+                batch = batch.select_idxs(learns)
             losses = (self.micro_batch_loss(micro, update, metrics) for micro in self.micro_batches(batch))
             stepped = self.engine.update(losses, update.step)
         return metrics.reduce() | {f"actor/{name}": value for name, value in stepped.items()}
 
-    @torch.no_grad()
     def compute_loss(self, batch: DataProto, update: Update) -> dict[str, float]:
         """Computes the metrics that `update_policy` would have of a loss that is a sum over tokens; no update."""
         metrics = PooledMetrics()
         with self.engine.at_work():
-            for micro in self.micro_batches(batch):
-                self.micro_batch_loss(micro, update, metrics)
+            self.measure(batch, update, metrics)
         return metrics.reduce()
+
+    @torch.no_grad()
+    def measure(self, batch: DataProto, update: Update, metrics: PooledMetrics) -> None:
+        """Adds to the `metrics` of an update what it would have of these rows, of which nothing is learnt."""
+        for micro in self.micro_batches(batch):
+            self.micro_batch_loss(micro, update, metrics)
 
     def micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
         names = ["response_mask", *self.loss_columns, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
