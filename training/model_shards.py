@@ -140,7 +140,7 @@ def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> Non
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for count, part in enumerate(files_full(weights), start=1):
-            save_file(part, folder / part_name(count), metadata={"format": "pt"})
+            save_tensors(part, folder / part_name(count))
             part_numbers |= dict.fromkeys(part, count)
             total += sum(weight.nbytes for weight in part.values())
     finally:
@@ -152,6 +152,14 @@ def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> Non
         files = {name: part_name(number, count) for name, number in sorted(part_numbers.items())}
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a file of safetensors, for whom the umask allows."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})  # for this user alone
+    path.chmod(mode)
 
 
 def files_full(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

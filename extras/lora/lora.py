@@ -7,11 +7,11 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
@@ -21,6 +21,7 @@ from configs.paths import find_path
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import torch_generator
 from extras.lora.settings import check_settings
+from training.model_shards import save_tensors
 from workers.adapter import NoAdapter
 from workers.collectives import largest
 
@@ -281,9 +282,15 @@ def saved_name(name: str) -> str:
 
 
 def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """Writes `weights`, which are `adapter_weights`, with the settings of LoRA in `model`, for peft."""
-    model.peft_config[ADAPTER].save_pretrained(folder)
-    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "adapter_model.safetensors")
+    """Writes `weights`, which are `adapter_weights`, with the settings of LoRA in `model`, for peft: to be used beside
+    its model, which is found from anywhere."""
+    settings = copy(model.peft_config[ADAPTER])
+    base = find_path(settings.base_model_name_or_path or "")
+    if settings.base_model_name_or_path and base.is_dir():  # else it is a hub's name
+        settings.base_model_name_or_path = str(base.resolve())
+    settings.inference_mode = True
+    settings.save_pretrained(folder)
+    save_tensors({name: value.contiguous() for name, value in weights.items()}, folder / "adapter_model.safetensors")
 
 
 def save_pretrained(model: PreTrainedModel, adapter: dict[str, Tensor], folder: Path) -> None:

@@ -66,6 +66,10 @@ def test_a_run_trains_the_adapter_alone_from_no_kl_and_goes_on_after_a_stop(tiny
     assert learning_metrics(tmp_path / "parts") == metrics
 
     folder = tmp_path / "whole/global_step_4/actor"
+    settings = json.loads((folder / "lora_adapter/adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["inference_mode"]) == (str(tiny_model.resolve()), True)
+    modes = {path.name: path.stat().st_mode for path in folder.rglob("*.*")}
+    assert modes["model.safetensors"] == modes["adapter_model.safetensors"] == modes["config.json"]
     again = load(tiny_model, lora_adapter_path=str(folder / "lora_adapter"))
     count = sum(weight.numel() for weight in again.parameters() if weight.requires_grad)
     assert numbers == f"{count:,} of {again.num_parameters():,}" and count < again.num_parameters() / 4
