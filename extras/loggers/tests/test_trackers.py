@@ -60,6 +60,9 @@ class Service:
     def tracker(self) -> Any:
         return self
 
+    info = tracker
+    id = run_id = "its-id"
+
 
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -83,6 +86,24 @@ def test_services_get_the_run_its_config_and_its_metrics(tmp_path, monkeypatch, 
     assert project == "project" and "experiment" in named.values()
     told = named["config"] if name != "mlflow" else package.told[0][1]
     assert told["trainer"]["project_name"] == "project"
+    if name == "mlflow":
+        assert service.told.pop(1)[1]["trainer.project_name"] == "project"
     assert service.told[1][:3] == ("log", {"x_at_1" if name == "mlflow" else "x@1": 1.5}, 3)
     endings = {"wandb": ("finish", {"exit_code": 1}), "mlflow": ("end_run", "FAILED", {})}
     assert [*service.told, *package.told][-1] == endings.get(name, ("finish", {}))
+    with start(tmp_path, name, resume_step=3) as track:
+        service = track.observers.others[0].tracker
+    known = {"wandb": ("id", "its-id"), "mlflow": ("run_id", "its-id"), "trackio": ("resume", "allow")}
+    assert name not in known or known[name] in service.made[1].items()
+
+
+def test_a_service_that_does_not_start_is_said_in_one_line(tmp_path, monkeypatch):
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("no account\nand more")
+
+    monkeypatch.setitem(sys.modules, "wandb", Service())
+    monkeypatch.setattr(tracking, "WandBTracker", refuse)
+    with pytest.raises(
+        ConfigError, match=r"^trainer.logger has 'wandb', which does not start: RuntimeError: no account\.$"
+    ):
+        start(tmp_path, "wandb")
