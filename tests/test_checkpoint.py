@@ -119,6 +119,13 @@ def test_a_save_that_breaks_at_any_file_operation_loses_nothing(tmp_path, monkey
     assert number > 10
 
 
+def test_a_link_is_no_place_to_write_a_checkpoint_and_goes(tmp_path):
+    for name in (".writing_global_step_1", ".deleted_global_step_1"):
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    save_checkpoint(tmp_path, 1, writer("new"), keep=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", LATEST]
+
+
 def test_a_last_save_that_fails_is_an_error_and_one_before_it_is_not(tmp_path):
     def write(folder: Path) -> None:
         if disk_is_full:

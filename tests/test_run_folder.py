@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from transformers import GenerationConfig
 
 import main
 from configs.errors import ConfigError
-from data.files import sole_run
-from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_run, tree_of
+from data.files import FolderLost, sole_run
+from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_run, signalled, tree_of
+from training.ray_trainer import RayPPOTrainer
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
 
@@ -126,6 +128,47 @@ def test_another_model_does_not_take_over_the_weights_in_a_folder(tiny_model, tm
     assert f"actor_rollout_ref.model.path={other}: " in said and str(tiny_model) in said
     main.run(compose(*fork))
     assert list(learning_metrics(tmp_path / "fork")) == [2, 3]
+
+
+def test_a_model_is_known_by_its_place_however_it_is_named(tiny_model, tmp_path, capsys, monkeypatch):
+    for folder in ("here", "there"):
+        shutil.copytree(tiny_model, tmp_path / folder / "model")
+    monkeypatch.chdir(tmp_path / "here")
+    main.run(compose(*short_run("model", tmp_path / "run", *TWO_STEPS)))
+    monkeypatch.chdir(tmp_path / "there")
+    said = refusal(capsys, *short_run("model", tmp_path / "run", *TWO_STEPS))
+    assert f"{tmp_path}/there/model: " in said and f"of another model, {tmp_path}/here/model" in said
+    whole = short_run(tmp_path / "here/model", tmp_path / "run", *TWO_STEPS, "trainer.total_training_steps=3")
+    main.run(compose(*whole))
+    assert "changed since: actor_rollout_ref.model.path" not in capsys.readouterr().out
+    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_run_whose_folder_is_deleted_ends_and_leaves_alone_what_came_there(tiny_model, tmp_path, monkeypatch, comes):
+    def step(self, step=RayPPOTrainer.step):
+        if self.global_step == 2:
+            shutil.rmtree(tmp_path / "run")
+            if comes:
+                stack.enter_context(sole_run(f"{tmp_path}/other/../run"))
+        return step(self)
+
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(RayPPOTrainer, "step", step)
+    with ExitStack() as stack, pytest.raises(FolderLost, match=rf"default_local_dir={tmp_path}/run was deleted or"):
+        main.run(compose(*short_run(tiny_model, tmp_path / "run", *TWO_STEPS)))
+    assert [path.name for path in tmp_path.rglob("*")] == ["other", *["run", "run.lock"] * comes]
+
+
+def test_what_cannot_be_resumed_from_is_said_and_refused(tiny_model, tmp_path, monkeypatch, capsys):
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"
+    command = short_run(tiny_model, tmp_path, *TWO_STEPS, contents)
+    monkeypatch.setattr(RayPPOTrainer, "step", signalled(RayPPOTrainer.step, 1, signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        main.run(compose(*command))
+    lacking = "saved without model, optimizer, extra"
+    assert f"step 1 of 2, which is {lacking}: it cannot be resumed from.\n" in capsys.readouterr().out
+    assert f"global_step_1 was {lacking}, and no run goes on from it. Set" in refusal(capsys, *command)
 
 
 @pytest.fixture

@@ -196,6 +196,8 @@ def clear_leftovers(root: Path) -> None:
             replaced.rename(final)
     for prefix in (WRITING, DELETED):
         for folder in root.glob(f"{prefix}global_step_*"):
+            if folder.is_symlink():
+                folder.unlink()
             shutil.rmtree(folder, ignore_errors=True)  # a network disk may keep some until the next time
 
 
@@ -203,7 +205,7 @@ def remove(folder: Path) -> None:
     """Deletes `folder`, which is first moved out of sight: a half of it must never bear its name."""
     hidden = folder.with_name(DELETED + folder.name.removeprefix(REPLACED))
     folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    shutil.rmtree(hidden, ignore_errors=True)  # a link goes with the leftovers
 
 
 def saved_steps(root: Path) -> list[int]:
@@ -234,7 +236,8 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 
     Raises:
         ValueError: as `find_checkpoint`.
-        ConfigError: the newest is of another model than the run is to train; or a named one has LoRA's matrices of it.
+        ConfigError: it lacks a part; the newest is of another model than the run is to train; or a named one has LoRA's
+            matrices of it.
     """
     trainer, key = config.trainer, config.model_key
     folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
@@ -244,6 +247,13 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         raise ConfigError(
             f"{folder} lacks {CONFIG_FILE}, so no run wrote it here. Make a model of verl's by python -m extras.merge, "
             f"name it as {key}, and set trainer.resume_mode=disable."
+        )
+    saved, current = settings_of(folder / CONFIG_FILE), dict(flatten(with_whole_paths(asdict(config))))
+    contents = next((value for name, value in saved.items() if name.endswith("checkpoint.save_contents")), RESUMED)
+    if lacking := lacks(contents):
+        raise ConfigError(
+            f"trainer.resume_mode={trainer.resume_mode}: {folder} was saved without {lacking}, and no run goes on from "
+            f"it. Set trainer.resume_mode=disable; to start from its weights, name its huggingface/ as {key}."
         )
     is_named, has_adapter = trainer.resume_mode == "resume_path", config.policy_model.adapter != "none"
     if is_named and not has_adapter:
@@ -257,6 +267,11 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         )
         raise ConfigError(f"{key}={current[key]}: {folder} is of another model, {saved[key]}; {remedy}.")
     return folder
+
+
+def lacks(contents: Iterable[str]) -> str:
+    """Names the parts that a run resumes from and that are not among the `contents` of a checkpoint."""
+    return ", ".join(part for part in RESUMED if part not in contents)
 
 
 def find_whole(folder: Path) -> Path | None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import TrainerConfig
 from data.protocol import DataProto
-from training.checkpoint import CONFIG_FILE, find_checkpoint
+from training.checkpoint import CONFIG_FILE, find_checkpoint, lacks
 from training.episode_rows import EpisodeRows
 from training.metric_utils import CORE_VARIABLES
 from training.tracking import METRICS_FILE, short_number
@@ -32,8 +33,7 @@ def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
             f"{written}. No checkpoint will be written, and the trained model is gone when the run ends: "
             "trainer.save_freq=N saves every N steps and after the last."
         )
-    lacking = [part for part in ("model", "optimizer", "extra") if part not in contents]
-    resume = f" (without {', '.join(lacking)} it cannot be resumed from)" if lacking else ""
+    resume = f" (without {lacking} it cannot be resumed from)" if (lacking := lacks(contents)) else ""
     interval = "step" if trainer.save_freq == 1 else f"{trainer.save_freq} steps and after the last"
     return f"{written}, and every {interval} a checkpoint of {', '.join(contents)}{resume}."
 
@@ -53,12 +53,15 @@ def steps_lost(saved: int, step: int) -> str:
     return f"step {step} is lost" if step == saved + 1 else f"steps {saved + 1} to {step} are lost"
 
 
-def ended_early(resume_mode: str, signal: str, step: int, total_steps: int, saved: int) -> str:
-    """Says of a run that a `signal` has ended after `step` how it goes on, or what is lost."""
+def ended_early(run: Any, signal: str) -> str:
+    """Says of a run that a `signal` has ended how it goes on, or what is lost."""
+    step, total_steps, saved = run.global_step, run.total_steps, run.saver.newest
     text = f"stopped by {signal} after step {step} of {total_steps}"
     if saved < step:
         return f"{text}, which could not be saved: {steps_lost(saved, step)}."
-    command = "the same command" if resume_mode == "auto" else "the same command with trainer.resume_mode=auto"
+    if lacking := lacks(run.contents):
+        return f"{text}, which is saved without {lacking}: it cannot be resumed from."
+    command = "the same command" + " with trainer.resume_mode=auto" * (run.config.trainer.resume_mode != "auto")
     return f"{text}, which is saved: {command} goes on from it." if step < total_steps else f"{text}."
 
 

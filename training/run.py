@@ -133,8 +133,7 @@ class Run:
                 self.saver.check(self.global_step)
             print(files_left(self.folder, self.saver.newest, self.global_step))
             if ending is not None:
-                steps = self.global_step, self.total_steps, self.saver.newest
-                print(ended_early(settings.resume_mode, in_words(ending), *steps))
+                print(ended_early(self, in_words(ending)))
                 end_by(ending)
         return self.validation
 

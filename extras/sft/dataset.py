@@ -54,7 +54,7 @@ class SFTDataset(Dataset):
         self.tokenizer, self.end_id = tokenizer, end_id
         self.conversations = ConversationFormat(tokenizer, config, end_id)
         self.samples: list[Sample] = []
-        self.num_cut = 0
+        self.num_cut = self.num_texts = 0  # rows: cut to length, and with a text as the prompt
         unread: list[BadRow] = []
         rows = read_rows(data_files, unread)
         rows = rows[:max_samples] if max_samples >= 0 else rows
@@ -65,6 +65,11 @@ class SFTDataset(Dataset):
             except ValueError as error:
                 bad.add(BadRow(origin, str(error), cause=error))
         bad.check()
+        if self.num_texts and tokenizer.chat_template:
+            notice_once(
+                f"{plural(self.num_texts, 'row')} with a text as the prompt (data.prompt_key={config.prompt_key}), "
+                'which is read without the chat template. [{"role": "user", "content": …}] has it applied.'
+            )
         lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in self.samples]
         learnt = sum(sum(sample.policy_mask) for sample in self.samples)
         cut = f"; {plural(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
@@ -94,6 +99,7 @@ class SFTDataset(Dataset):
         try:
             if is_answer:
                 sample = self._encode_answer(prompt, row)
+                self.num_texts += isinstance(prompt, str)
             elif isinstance(prompt, str):
                 raise ValueError(f"column {key} is a text; it must be a list of chat messages.")
             else:

@@ -16,8 +16,10 @@ import torch
 
 import main
 from configs.errors import latest, notice
+from extras.report import observer
 from extras.report.observer import EventFile, RunFile, git_state, machine
-from tests.runs import compose, files_of_at_most, short_run
+from tests.forked import python
+from tests.runs import ROOT, compose, files_of_at_most, short_run
 
 AS_A = "-c user.name=a -c user.email=a@b"
 CONFIG = compose("actor_rollout_ref.model.path=unused")
@@ -93,6 +95,15 @@ def test_a_killed_start_has_no_end_and_a_fresh_one_sets_it_aside(tmp_path):
         start.end(None)
     assert endings(tmp_path) == [(None, None, 0)]  # the disk is full, which ends no run
     assert len(json.loads((tmp_path / "run.json.bak-1").read_text())["starts"]) == 2
+
+
+def test_a_killed_start_has_its_last_step_but_for_seconds(tmp_path, monkeypatch):
+    start = RunFile(run_in(tmp_path), 0)
+    start.stepped(1)
+    assert endings(tmp_path) == [(None, None, 0)]
+    monkeypatch.setattr(observer, "INFO_SECONDS", 0)
+    start.stepped(2)
+    assert endings(tmp_path) == [(None, None, 2)]
 
 
 def test_an_end_names_the_line_of_the_user_or_the_signal(tmp_path):

@@ -202,8 +202,10 @@ def encoded(folder: Path, rows: list[dict], **settings) -> list[Sample]:
     return SFTDataset(write(folder, rows), TOKENIZER, SFTDataConfig(**settings), END).samples
 
 
-def test_rows_are_a_prompt_to_read_and_a_response_to_learn_that_ends(tmp_path):
+def test_rows_are_a_prompt_to_read_and_a_response_to_learn_that_ends(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("configs.errors.noticed", set())
     chat, _, plain, messages = encoded(tmp_path, ROWS)
+    assert "1 row with a text as the prompt (data.prompt_key=prompt), which is read wi" in capsys.readouterr().err
     assert TOKENIZER.decode(chat.prompt_ids) == "<|user|>say abc<|end|><|assistant|>"
     assert chat.token_ids == [*TOKENIZER.encode("abc"), END]
     assert TOKENIZER.decode(plain.prompt_ids) == "plain text" and plain.token_ids == [END]
