@@ -45,7 +45,7 @@ from configs.settings import (
     keeps_own_keys,
     known_keys,
     leaves,
-    recorded,
+    safe_settings,
     unresolved,
 )
 
@@ -158,7 +158,7 @@ def load_config(arguments: Arguments, schema: type) -> Any:
     check_rules(config)
     check_sections(config, config)
     if arguments.print_config:
-        print(OmegaConf.to_yaml(OmegaConf.create(recorded(config))), end="")
+        print(OmegaConf.to_yaml(OmegaConf.create(safe_settings(config))), end="")
         raise SystemExit(0)
     return config
 

@@ -206,7 +206,7 @@ def keys_of(schema: type) -> frozenset[str]:
     return frozenset(known_keys(defaults(schema)))
 
 
-def recorded(config: Any) -> dict[str, Any]:
+def safe_settings(config: Any) -> dict[str, Any]:
     """Returns all settings as they may be written down: without secrets, and with variables by their names."""
     return without_secrets(asdict(config), type(config))
 

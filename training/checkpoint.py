@@ -33,7 +33,7 @@ from yaml import YAMLError
 from configs.errors import ConfigError, first_line
 from configs.paths import find_path
 from configs.schema import Config
-from configs.settings import recorded, without_secrets
+from configs.settings import safe_settings, without_secrets
 from data.files import replacing
 
 POLL_SECONDS = 0.05  # between two checks whether a checkpoint is whole
@@ -310,7 +310,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def config_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(with_whole_paths(recorded(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(with_whole_paths(safe_settings(config))))
 
 
 def with_whole_paths(setting: Any, key: str = "") -> Any:
@@ -331,7 +331,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 def config_drift(path: Path, config: Config) -> list[str]:
     """Compares a checkpoint's config.yaml with the run that resumes it: lines like `trainer.seed: 0 → 1`."""
-    saved, current, unset = settings_of(path), dict(flatten(with_whole_paths(recorded(config)))), "not set"
+    saved, current, unset = settings_of(path), dict(flatten(with_whole_paths(safe_settings(config)))), "not set"
     saved = {key: without_secrets(value, type(config), key) for key, value in saved.items()}
     keys = dict.fromkeys([*saved, *current])
     changed = [key for key in keys if saved.get(key, unset) != current.get(key, unset)]

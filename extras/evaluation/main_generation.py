@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural, sampling
 from configs.errors import ConfigError, refusals
 from configs.schema import DataConfig
-from configs.settings import recorded
+from configs.settings import safe_settings
 from data.chat import Prompt, as_messages, encode_prompt
 from data.files import append, json_line, lock, replacing
 from data.pretrained import load_tokenizer
@@ -100,7 +100,7 @@ def job_identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, An
     digest = hashlib.sha256()
     for row, ids in zip(dataset.rows, dataset.prompt_ids, strict=True):
         digest.update(len(ids).to_bytes(8) + ids.tobytes() + json_line(row))
-    settings = {key: value for key, value in flatten(recorded(config)) if key.startswith(DECISIVE)}
+    settings = {key: value for key, value in flatten(safe_settings(config)) if key.startswith(DECISIVE)}
     columns = ", ".join(dataset.rows[0])
     return {**settings, "data.path": f"{len(dataset)} rows of {columns}, {digest.hexdigest()[:16]}"}
 

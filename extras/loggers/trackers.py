@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import PartialState, tracking
 
 from configs.errors import ConfigError
-from configs.settings import recorded, words_without_secrets
+from configs.settings import safe_settings, words_without_secrets
 from data.protocol import DataProto
 from data.types import Observer
 from training.checkpoint import flatten
@@ -38,7 +38,7 @@ class TensorBoard(Observer):
 
     def started(self, step: int) -> None:
         self.project, self.name = self.run.config.trainer.project_name, self.run.config.trainer.experiment_name
-        self.config = recorded(self.run.config)
+        self.config = safe_settings(self.run.config)
         PartialState(cpu=True)  # trackers ask it; the GPU is the workers'
         sys.argv = words_without_secrets(sys.argv, type(self.run.config))  # which services note
         path = self.run.folder / f"{self.package}.id"
