@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,17 @@ def naive_rollout(
     return Completion(0, tokens, log_probs, "length", 0)
 
 
+PLACES = (0, 0, 1, 2, 2, 2, 3, 4, 1, 2, 0, 0, 4, 3, 2)
+
+
+@cache
+def naive_rollouts(family: str, params: SamplingParams) -> list[Completion]:
+    """Of the prompts at `PLACES`, each with the uniform numbers of its row; the same for every forward."""
+    model = random_model(family, OFF).eval()
+    uniforms = [np.random.default_rng(derive_seed(5, row)).random(R) for row in range(len(PLACES))]
+    return [naive_rollout(model, PROMPTS[PLACES[row]], numbers, params) for row, numbers in enumerate(uniforms)]
+
+
 def stopped(done: Completion, stops: set[int]) -> Completion:
     """As far as the first of the `stops`."""
     size = next((size for size, token in enumerate(done.token_ids, start=1) if token in stops), None)
@@ -128,10 +140,9 @@ def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
     which no mask keeps out of a sum."""
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape, torch.nan))
     model = random_model(family, forward).eval()
-    prompts = [PROMPTS[place] for place in (0, 0, 1, 2, 2, 2, 3, 4, 1, 2, 0, 0, 4, 3, 2)]
-    uniforms = [np.random.default_rng(derive_seed(5, row)).random(R) for row in range(len(prompts))]
+    prompts = [PROMPTS[place] for place in PLACES]
     for params in (replace(GREEDY, temperature=1.0), sampling(temperature=0.8)):
-        free = [naive_rollout(model, *row, params) for row in zip(prompts, uniforms, strict=True)]
+        free = naive_rollouts(family, params)
         stops = (free[0].token_ids[4], free[3].token_ids[2])
         ended = {*stops, tokenizer.eos_token_id}
         wanted = [stopped(done, ended) for done in free]
@@ -179,7 +190,7 @@ def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joine
     model, rows = random_model(family, forward), mixed_requests(17)
     alone = {row.id: make_rollout(model, tokenizer, (7, 40, 80)).generate([row])[0] for row in rows}
     assert {done.finish_reason for done in alone.values()} == {"stop", "length"}
-    for budget, places in ((1, 3), (12, 1024), (19, 3), (8192, 1024), (8192, 3)):
+    for budget, places in ((1, 3), (19, 3), (8192, 1024)):
         rollout = make_rollout(model, tokenizer, (7, 40, 80), places, budget)
         assert_same(rollout.generate(rows), alone)
         rng = np.random.default_rng(places + budget)
