@@ -67,6 +67,9 @@ class Groups:
     Failed rows leave the statistics (in verl they count like any sample). The mean of a row whose whole group else
     failed is its own value, so that it teaches nothing; a group that was never more than one sample has mean 0 and std
     1, so that its raw score stands.
+
+    Attributes:
+        labels: the number of each row's group, [B]; count: how many of its rows did not fail, [B].
     """
 
     def __init__(self, index: Labels, response_mask: Tensor) -> None:
@@ -75,18 +78,18 @@ class Groups:
             raise ValueError(f"index names the group of {len(labels)} rows, but response_mask has {len(response_mask)}")
         codes: dict[Hashable, int] = {}
         row_codes = [codes.setdefault(label, len(codes)) for label in labels]
-        self._group = torch.tensor(row_codes, dtype=torch.int64, device=response_mask.device)
+        self.labels = torch.tensor(row_codes, dtype=torch.int64, device=response_mask.device)
         self._num_groups = len(codes)
         self._valid = response_mask.bool().any(-1)
         self.count = self.reduce(self._valid.float(), "sum")
-        self._survives_alone = (self.count == 1) & (torch.bincount(self._group)[self._group] > 1)
+        self._survives_alone = (self.count == 1) & (torch.bincount(self.labels)[self.labels] > 1)
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
         """Applies `how` of `scatter_reduce` ("sum", "amax", ...) to the group's valid rows; 0 where it has none."""
         valid_values = values[self._valid]
-        group = self._group[self._valid].view(-1, *[1] * (values.ndim - 1)).expand_as(valid_values)
+        group = self.labels[self._valid].view(-1, *[1] * (values.ndim - 1)).expand_as(valid_values)
         per_group = values.new_zeros(self._num_groups, *values.shape[1:])
-        return per_group.scatter_reduce(0, group, valid_values, how, include_self=False)[self._group]
+        return per_group.scatter_reduce(0, group, valid_values, how, include_self=False)[self.labels]
 
     def mean(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Returns the mean of the group, weighted by `weights` >= 0; the mean of equal values is exactly that value.
