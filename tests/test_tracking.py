@@ -32,10 +32,12 @@ OF_EXTRAS = ("extras.report.observer", "extras.watch.health")
 class Log:
     """The observers of a run whose steps are logged as numbers."""
 
-    def __init__(self, folder: str | Path, logger: Any = (), resume_step: int = 0, total_steps: int = 10) -> None:
+    def __init__(
+        self, folder: str | Path, logger: Any = (), resume_step: int = 0, total_steps: int = 10, **settings: Any
+    ) -> None:
         names = {"project_name": "project", "experiment_name": "experiment", "default_local_dir": str(folder)}
         self.run = Namespace(
-            config=Config(trainer=TrainerConfig(logger=logger, **names)),
+            config=Config(trainer=TrainerConfig(logger=logger, **names, **settings)),
             folder=Path(folder),
             total_steps=total_steps,
             tokenizer=None,
@@ -55,8 +57,8 @@ class Log:
         self.observers.__exit__(*error)
 
 
-def start(folder: str | Path, logger: Any = (), resume_step: int = 0, total_steps: int = 10) -> Log:
-    return Log(folder, logger, resume_step, total_steps)
+def start(folder: str | Path, logger: Any = (), resume_step: int = 0, total_steps: int = 10, **settings: Any) -> Log:
+    return Log(folder, logger, resume_step, total_steps, **settings)
 
 
 def recorded_steps(folder: Path) -> list[int]:
@@ -250,6 +252,16 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path, capsys, mon
     )
     assert re.fullmatch(re.escape(headline) + r"\d+ s", lines[2])
     assert lines[3:] == ["step 2/2  entropy 1.00  validation success 0.50 (mean of 2 sources) at step 2"]
+
+
+def test_the_time_left_is_that_of_the_median_step_and_of_the_validations_to_come(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tracking, "PLAIN_LINE_SECONDS", 0.0)
+    with start(tmp_path, ["console"], total_steps=5, test_freq=2) as track:
+        track.log(0, {"timing_s/start": 600.0, "timing_s/testing": 10.0})
+        for step, seconds in ((1, 2.0), (2, 40.0), (3, 2.0)):
+            track.log(step, {"timing_s/step": seconds})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("eta ")[2] for line in lines] == ["", "38 s", "83 s", "24 s"]  # after step 1: 4 · 2 + 3 · 10
 
 
 def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, capsys, monkeypatch):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from statistics import median
 from typing import Any, Self
 
 from rich.console import Console
@@ -169,12 +170,13 @@ class ConsoleLine(Observer):
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
-        self.first_step, self.began, self.last_line = 0, time.monotonic(), -math.inf
+        self.last_line = -math.inf
+        self.step_seconds: list[float] = []
+        self.validation_seconds = 0.0
         self.validation: str | None = None
         self.progress: Progress | None = None
 
     def started(self, step: int) -> None:
-        self.first_step, self.began = step, time.monotonic()
         console = Console()
         if sys.stdout.isatty() and console.is_interactive:
             columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
@@ -184,6 +186,8 @@ class ConsoleLine(Observer):
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         validation = validation_headline(metrics)
+        self.step_seconds += [metrics["timing_s/step"]] if "timing_s/step" in metrics else []
+        self.validation_seconds = metrics.get("timing_s/testing", self.validation_seconds)
         if validation:
             self.validation = f"{validation} at step {step}"
         line = "  ".join(self._headlines(step, metrics))
@@ -208,9 +212,11 @@ class ConsoleLine(Observer):
                 yield template.format(short_number(values[0]))
         if self.validation:
             yield self.validation
-        done, left = step - self.first_step, self.run.total_steps - step
-        if done > 0 and left > 0:
-            yield f"eta {short_duration((time.monotonic() - self.began) / done * left)}"
+        total, frequency = self.run.total_steps, self.run.config.trainer.test_freq
+        if self.step_seconds and step < total:
+            validations = -(-total // frequency) - step // frequency if frequency > 0 else 0
+            seconds = median(self.step_seconds) * (total - step) + self.validation_seconds * validations
+            yield f"eta {short_duration(seconds)}"
 
 
 def validation_headline(data: Mapping[str, float]) -> str | None:
