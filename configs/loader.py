@@ -13,7 +13,7 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -21,7 +21,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose as compose_yaml
+from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -29,9 +30,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from configs.checks import check_config
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
 from configs.extras import absence, absent_extra_of, commands, find, present
 from configs.paths import home_spelt_out
+from configs.schema import Config
 from configs.settings import (
     EACH_EPOCH,
     Frozen,
@@ -163,6 +166,19 @@ def load_config(arguments: Arguments, schema: type) -> Any:
     return config
 
 
+def compose(name: str, overrides: Sequence[str] = (), folder: str | Path = CONFIG_DIR) -> Config:
+    """Composes and checks the config of a run without a command line: `main.run(compose("sums", ["trainer.seed=1"]))`.
+
+    Raises:
+        ConfigError: a yaml file, a key or a value is invalid, or two contradict each other.
+    """
+    arguments = Arguments(name, Path(folder).absolute(), list(overrides), print_config=False)
+    config = load_config(arguments, Config)
+    check_is_whole(arguments, config)
+    check_config(config)
+    return config
+
+
 def note_environment(composed: DictConfig) -> None:
     """Notes which settings name variables of the environment, for whoever writes them down."""
     for key, given in leaves(composed):
@@ -234,10 +250,11 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
     search = [] if folder == CONFIG_DIR else [f"hydra.searchpath=[file://{CONFIG_DIR}]"]
     try:
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(folder), version_base=None):
-            composed = compose(name, search, return_hydra_config=True)  # warns where a defaults list has no _self_
+            composed = compose_yaml(name, search, return_hydra_config=True)  # warns where a defaults list has no _self_
             if chosen:
                 present = composed.hydra.runtime.choices  # those in the defaults list are replaced there
-                composed = compose(name, [*search, *filter(None, (choice(*item, present) for item in chosen.items()))])
+                groups = filter(None, (choice(*item, present) for item in chosen.items()))
+                composed = compose_yaml(name, [*search, *groups])
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{folder / name}.yaml cannot be read: {error}") from error
     OmegaConf.set_struct(composed, False)

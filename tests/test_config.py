@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import main
-from configs import extras
+from configs import extras, loader
 from configs.checks import batch_arithmetic, check_config
 from configs.errors import ConfigError
 from configs.loader import CONFIG_DIR, Arguments, check_is_whole, load_config, parse_arguments
@@ -669,3 +669,10 @@ def test_an_algorithm_that_is_spelt_otherwise_is_guessed(setting, meant):
     says = rf"^{re.escape(setting)}: there is none of this name\. Did you mean {meant}\?"
     with pytest.raises(ConfigError, match=says):
         check_algorithm(compose(setting, name="ppo_trainer"))
+
+
+def test_a_notebook_composes_as_a_command_does():
+    overrides = ["trainer.seed=3", "actor_rollout_ref.model.path=DIR"]
+    assert loader.compose("frozenlake", overrides) == compose(*overrides, name="frozenlake")
+    with pytest.raises(ConfigError, match=r"trainer.sed"):
+        loader.compose("frozenlake", ["trainer.sed=3"])
