@@ -10,6 +10,7 @@ import aiohttp
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before another try; it doubles each time
 CONNECT_SECONDS = 10
+MOST_BYTES = 64 << 20  # of an answer
 BUSY, SERVER_ERROR = 429, 500  # statuses that are worth another try: this one, and this one and above
 MAX_MESSAGE = 500  # characters of what a server answers that are passed on
 
@@ -36,11 +37,18 @@ async def open_session(
     api_key: str | None = None, timeout: float | None = None, connections: int = 100
 ) -> aiohttp.ClientSession:
     """Opens a session of at most `connections`, one a request, so that dropping a request hangs up. `timeout`: seconds
-    without a byte of an answer; None: any."""
+    from when a request is sent to the last byte of its answer; None: any."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=timeout)
-    connector = aiohttp.TCPConnector(limit=max(connections, 1), force_close=True)
-    return aiohttp.ClientSession(headers=headers, connector=connector, timeout=limits)
+    connector, clock = aiohttp.TCPConnector(limit=max(connections, 1), force_close=True), aiohttp.TraceConfig()
+    clock.on_request_headers_sent.append(start_clock)
+    return aiohttp.ClientSession(headers=headers, connector=connector, timeout=limits, trace_configs=[clock])
+
+
+async def start_clock(session: aiohttp.ClientSession, request: Any, _: object) -> None:
+    """Starts the timeout of a request when it is sent: before, it may have waited for others."""
+    if seconds := session.timeout.sock_read:
+        request.trace_request_ctx.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 async def ask(
@@ -54,23 +62,26 @@ async def ask(
     setting: str = "base_url",
 ) -> Json:
     """Returns the JSON that the server answers, after at most so many `retries`, each after twice the time or after
-    the answer's Retry-After.
+    the answer's Retry-After, and LONGEST_WAIT at most.
 
     Raises:
-        RequestRefused: it answered a status above 399 that is not worth another try, or what is not JSON.
+        RequestRefused: it answered a status above 399 that is not worth another try, what is not JSON, or too much.
         ServerError: it cannot be reached or fails each time, or gives no answer in time.
         ValueError: `url` is no address; names `setting`.
     """
     wait, tries = FIRST_WAIT, retries + 1
     for attempt in range(1, tries + 1):
         try:
-            async with session.request(method, url, json=body) as answer:
-                status, text, retry_after = answer.status, await answer.text(), answer.headers.get("Retry-After", "")
+            async with (
+                asyncio.timeout(None) as clock,
+                session.request(method, url, json=body, trace_request_ctx=clock) as answer,
+            ):
+                status, text, retry_after = answer.status, await read(answer), answer.headers.get("Retry-After", "")
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
             raise ValueError(f"{url} is no address: {setting} begins with http:// or https://.") from error
-        except aiohttp.SocketTimeoutError as error:
-            raise ServerError(f"{url} gave no answer in {session.timeout.sock_read:g} seconds.") from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if clock.expired() or isinstance(error, aiohttp.SocketTimeoutError):
+                raise ServerError(f"{url} gave no answer in {session.timeout.sock_read:g} seconds.") from error
             problem, retry_after = f"{type(error).__name__}: {error}", ""
         else:
             if status < 400:
@@ -79,10 +90,21 @@ async def ask(
             if not may_pass(status):
                 raise RequestRefused(f"{url} refused the request, {problem}", status)
         if attempt < tries:
-            await asyncio.sleep(float(retry_after) if retry_after.isdigit() else wait * random.uniform(0.5, 1.5))
+            asked = float(retry_after) if retry_after.isdecimal() else wait * random.uniform(0.5, 1.5)
+            await asyncio.sleep(min(asked, LONGEST_WAIT))
             wait = min(2 * wait, LONGEST_WAIT)
     count = f" {tries} times" if tries > 1 else ""
     raise ServerError(f"{url} failed{count}, {problem}. Check that the server runs, and read its log.")
+
+
+async def read(answer: aiohttp.ClientResponse) -> str:
+    """Returns the text of an answer; raises RequestRefused where it does not end within MOST_BYTES."""
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > MOST_BYTES:
+            raise RequestRefused(f"{answer.url} answers more than {MOST_BYTES >> 20} MiB.", answer.status)
+    return body.decode(errors="replace")
 
 
 async def ask_once(

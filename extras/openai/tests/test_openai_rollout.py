@@ -3,7 +3,7 @@ tests/test_weight_transfer.py. What engines promise, with vLLM's server behind i
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -146,6 +146,39 @@ def test_a_server_that_does_not_answer_in_time_is_named():
                 asyncio.run(ask_once("POST", f"{url}/v1/completions", {}, timeout=0.1))
         finally:
             over.set()
+
+
+@pytest.mark.parametrize(
+    ("head", "piece", "pause", "message"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"a", 0.1, r"gave no answer in 0\.5 seconds"),
+        (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n", 0.1, r"gave no answer in 0\.5 seconds"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"a" * (1 << 20), 0, "answers more than 64 MiB"),
+    ],
+)
+def test_an_answer_that_does_not_end_is_no_answer(head: bytes, piece: bytes, pause: float, message: str):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
+        with suppress(ConnectionError):
+            while True:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(pause)
+
+    async def ask() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            seconds = 60 if not pause else 0.5
+            await asyncio.wait_for(ask_once("POST", f"http://127.0.0.1:{port}", {}, timeout=seconds), 60)
+
+    with pytest.raises((ServerError, RequestRefused), match=message):
+        asyncio.run(ask())
+
+
+def test_a_server_does_not_say_for_how_long_a_run_waits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "LONGEST_WAIT", 0.01)
+    with answering(lambda *_: (503, "busy"), retry_after="86400") as url, pytest.raises(ServerError, match="3 times"):
+        asyncio.run(asyncio.wait_for(ask_once("GET", url, None, retries=2), 60))
 
 
 def test_what_a_server_refuses_is_said_at_once_in_its_words(address: str, tiny_model: Path):
