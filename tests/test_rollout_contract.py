@@ -1,12 +1,15 @@
 """The columns that a rollout has, by hand, and the refusals of engines that break their contract."""
 
+import asyncio
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -17,6 +20,7 @@ from data.types import Completion, Request, SamplingParams
 from tests.engines import Generating, Stepping, answer
 from training.roles import ROLES
 from workers.adapter import NoAdapter
+from workers.engine_pump import AsyncEngine, EngineError
 from workers.group import Done, RolloutRole
 from workers.model_worker import ColocatedRollout
 from workers.parallel import Replicas
@@ -130,7 +134,7 @@ def test_an_engine_that_can_neither_generate_nor_step_is_refused_with_both_ways(
 def refused(tokenizer: PreTrainedTokenizerBase, message: str, **methods: Callable) -> None:
     """An engine with these methods is refused when it is asked to answer two prompts."""
     config = RolloutConfig(prompt_length=4, response_length=3)
-    rollout = type("Broken", (Rollout,), methods)(config, tokenizer, None)
+    rollout = type("Broken", (Rollout,), {"vocab_size": 100, **methods})(config, tokenizer, None)
     prompts = DataProto.from_single_dict({"raw_prompt_ids": PROMPTS[:2]})
     with pytest.raises((AssertionError, ValueError), match=message):
         rollout.generate_sequences(prompts, GREEDY, seed=3)
@@ -156,11 +160,36 @@ def test_an_engine_that_loses_requests_or_calls_itself_is_named(tokenizer: PreTr
         (lambda requests: [[7], [8]], "returned list: generate must return a list of one"),
         (lambda requests: [Completion(0, [7, 8], [-1.0], "stop", 0)] * 2, "2 token_ids and 1 log_pr"),
         (lambda requests: [Completion(0, [7] * 6, [-1.0] * 6, "stop", 0)] * 2, "max_tokens=5 tokens"),
+        (lambda requests: [told(one, [1.5]) for one in requests], "the token id 1.5 for request 0: they are integers"),
+        (lambda requests: [told(one, [True]) for one in requests], "the token id True for request 0"),
+        (lambda requests: [told(one, [-3]) for one in requests], "the token id -3 for request 0"),
+        (lambda requests: [told(one, [10**9]) for one in requests], "the token id 1000000000 .* from 0 to 99"),
+        (lambda requests: [told(one, [7], [3.0]) for one in requests], "log-prob 3.0 for request 0: they are numbers"),
+        (lambda requests: [told(one, [7], [None]) for one in requests], "the log-prob None for request 0"),
+        (lambda requests: [told(one, [7], [True]) for one in requests], "the log-prob True for request 0"),
         (lambda requests: [Completion(0, [], [], "done", 0)], "finish_reason='done'.*stop, length"),
     ],
 )
 def test_what_an_engine_gets_wrong_is_named(tokenizer: PreTrainedTokenizerBase, generate: Callable, message: str):
     refused(tokenizer, message, generate=lambda self, requests: generate(requests))
+
+
+def test_what_a_stepping_engine_gets_wrong_is_named_where_episodes_are_played(tokenizer: PreTrainedTokenizerBase):
+    class Broken(Rollout):
+        def step(self) -> list[Completion]:
+            return [told(self.waiting.popitem()[1], [np.int64(7), 10**9])]
+
+    async def ask() -> Completion:
+        engine = Broken(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)
+        engine.vocab_size = 100
+        return await AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)).complete([9], GREEDY, 3, 0, False)
+
+    with pytest.raises(EngineError, match=r"the engine .*Broken .* returned the token id 1000000000 for request 0"):
+        asyncio.run(ask())
+
+
+def told(request: Request, ids: list, log_probs: list | None = None) -> Completion:
+    return Completion(request.id, ids, log_probs or [-1.0] * len(ids), "length", 0)
 
 
 def answers(columns: dict[str, list]) -> DataProto:
@@ -191,7 +220,7 @@ def test_a_batch_of_an_engine_of_the_users_by_hand(tokenizer: PreTrainedTokenize
         "attention_mask": [[0, 0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0, 0, 0]],
         "position_ids": [[0, 0, 0, 0, 1, 2, 3, 3, 3], [0, 0, 1, 2, 3, 4, 4, 4, 4]],
         "response_mask": [[1, 0, 1, 0, 0], [1, 1, 0, 0, 0]],
-        "rollout_log_probs": [[-1, 9, -3, 0, 0], [-4, -5, 0, 0, 0]],
+        "rollout_log_probs": [[-1, 0, -3, 0, 0], [-4, -5, 0, 0, 0]],
         "own": [[1], [2]],
         "size": [[1], [3]],
     }
@@ -210,6 +239,8 @@ def test_a_batch_of_an_engine_of_the_users_by_hand(tokenizer: PreTrainedTokenize
         ({"responses": [7, 8], "response_mask": [1, 1]}, r"{'responses': \[2\], 'resp"),
         ({"responses": [[0.5], [1]], "response_mask": [[1], [1]]}, "the tensors {'responses"),
         ({"responses": IDS, "response_mask": [[1, 1]] * 2}, r"\[2, 3\] and response_mask \[2, 2\]"),
+        ({"responses": [[70, -1, 0], IDS[1]], "response_mask": MASK}, "the token id -1 for request 0"),
+        ({"responses": IDS, "response_mask": MASK, "rollout_log_probs": [[3.0] * 3] * 2}, "the log-prob 3.0"),
         ({"responses": [[7] * 6] * 2, "response_mask": [[1] * 6] * 2}, "6 tokens: at most .*=5"),
         (
             {

@@ -170,6 +170,9 @@ class AsyncEngine:
             self.engine.abort(leaving)
             self.engine.forget(ended)
             finished = self.engine.step() if self.engine.has_unfinished_requests() else []
+            for done in finished:
+                if client := self.clients.get(done.id):
+                    self.engine.check_completion(client.request, done)
             return Step(refused, finished, self.engine.tokens_so_far(seen))
 
     def _deliver(self, step: Step) -> None:

@@ -10,6 +10,8 @@ subclass of yours, and `my_engine.py:Class` one of several in it.
 
 import inspect
 import math
+import numbers
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -36,6 +38,7 @@ OPTIONAL = (  # settings that some engines do not read
     "gpu_memory_utilization", "free_cache_engine", "enforce_eager", "max_model_len", "enable_prefix_caching",
     "enable_chunked_prefill", "load_format", "tensor_model_parallel_size",
 )  # fmt: skip
+ROUNDED = 0.1  # above 0, that a log-prob may be: the logits of a user's engine may be bfloat16
 COLDEST = 0.01  # vLLM samples at no lower temperature
 RULE = (
     "generate_sequences must return a DataProto with a row for each prompt, in their order: the tensor responses "
@@ -60,12 +63,12 @@ class Rollout:
         takes_adapter: whether it adds LoRA's matrices itself: `load_adapter` brings them at every sync, `load_weights`
             the frozen model where it has `lost_weights`.
         lost_weights: whether that copy is gone, since it slept, and `load_weights` has to come before the next prompt.
-        vocab_size: token ids of `model` are 0 to this number − 1.
+        vocab_size: token ids of `model` are 0 to this number − 1; without one, any.
         longest: most tokens of prompt and response together.
         reads: the OPTIONAL settings that have an effect.
     """
 
-    vocab_size: int
+    vocab_size: int = sys.maxsize
     reads: tuple[str, ...] = OPTIONAL
     own_weights: bool = False
     elsewhere: bool = False
@@ -199,11 +202,32 @@ class Rollout:
             for row, ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"])
         ]
         completions = self.generate(requests) if requests else []  # a share may be without rows
-        check_completions(f"the engine {callable_name(type(self))}", requests, completions)
+        check_completions(self, requests, completions)
         samples = [sample_of(request, done) for request, done in zip(requests, completions, strict=True)]
         rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
         further = [name for name in prompts.tensors if name not in rollouts]
         return rollouts.union(prompts.select(further))
+
+    def check_completion(self, request: Request, done: Completion) -> Completion:
+        """Returns what answers `request`; raises ValueError for anything but token ids of the model, as many as were
+        asked for at most, and a log-prob of each, FloatingPointError where a log-prob is NaN or infinite."""
+        name, most = f"the engine {callable_name(type(self))}", request.sampling.max_tokens
+        if len(done.log_probs) != len(done.token_ids) or len(done.token_ids) > most:
+            raise ValueError(
+                f"{name} returned {len(done.token_ids)} token_ids and {len(done.log_probs)} log_probs for request "
+                f"{request.id}: a log-prob for each token, and at most request.sampling.max_tokens={most} tokens."
+            )
+        for one in done.token_ids:
+            if not is_number(one, int, numbers.Integral) or not 0 <= one < self.vocab_size:
+                rule = f"they are integers from 0 to {self.vocab_size - 1}"
+                raise ValueError(f"{name} returned the token id {one!r} for request {request.id}: {rule}.")
+        for place, one in enumerate(done.log_probs, start=1):
+            if not is_number(one, float, numbers.Real) or one > ROUNDED:
+                rule = "they are numbers, and not above 0"
+                raise ValueError(f"{name} returned the log-prob {one!r} for request {request.id}: {rule}.")
+            if not math.isfinite(one):
+                raise divergence(self.weight_version, f"request {request.id}, token {place} of its response")
+        return done
 
     @contextmanager
     def together(self) -> Iterator[bool]:
@@ -270,11 +294,10 @@ class Rollout:
     def _completion(
         self, request: Request, token_ids: list[int], log_probs: list[float | None], finish_reason: str
     ) -> Completion:
-        """Returns the completion that a server or library gave, whose finish_reason may be "abort"; raises
-        FloatingPointError for a log-prob that is no finite number, ValueError for an unknown finish_reason."""
+        """Returns the completion that a server or library gave, whose finish_reason may be "abort"; raises ValueError
+        for an unknown one, and as check_completion does."""
         reason = "aborted" if finish_reason == "abort" else finish_reason
-        log_probs = check_finite(log_probs, request, self.weight_version)
-        return Completion(request.id, token_ids, log_probs, reason, self.weight_version)
+        return self.check_completion(request, Completion(request.id, token_ids, log_probs, reason, self.weight_version))
 
 
 def load_rollout_class(name: str) -> type[Rollout]:
@@ -359,10 +382,10 @@ def generate_batch(
     ask = call_arguments(engine.generate_sequences, callable_name(type(engine)), batch, sampling, seed, first_row)
     with torch.no_grad():
         result = ask()
-    return fill_rollout_columns(engine, result, prompts, stop_ids)
+    return fill_rollout_columns(engine, result, prompts, sampling)
 
 
-def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_ids: set[int]) -> DataProto:
+def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, sampling: SamplingParams) -> DataProto:
     """Adds the columns of a rollout to `prompts`, from what an engine returned, and the columns that it added."""
     name, config = f"the engine {callable_name(type(engine))}", engine.config
     if not isinstance(result, DataProto) or len(result) != len(prompts):
@@ -376,11 +399,14 @@ def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_
             f"{name} returned a response of {longest} tokens: at most {KEY}.response_length={config.response_length}."
         )
     log_probs, samples = columns.get("rollout_log_probs", torch.zeros(responses.shape)), []
+    stop_ids = engine.all_stop_ids(sampling)
     for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
         ids, mask = responses[row][real[row]].tolist(), real[row]
-        reason = "aborted" if not ids else "terminated" if ids[-1] in stop_ids else "max_tokens"
-        sample = Sample(list(prompt_ids), end_reason=reason)
-        sample.extend(ids, log_probs[row][mask].tolist(), policy=True, weight_version=engine.weight_version)
+        reason = "aborted" if not ids else "stop" if ids[-1] in stop_ids else "length"
+        drawn = log_probs[row, : len(mask)].where(policy[row], 0.0)[mask].tolist()
+        request = Request(row, list(prompt_ids), sampling, seed=0)
+        done = engine.check_completion(request, Completion(row, ids, drawn, reason, engine.weight_version))
+        sample = sample_of(request, done)
         sample.policy_mask = policy[row][mask].long().tolist()
         samples.append(sample)
     batch = collate(samples, config.prompt_length, config.response_length, engine.pad_token_id)
@@ -423,9 +449,10 @@ def check_prompts(columns: dict[str, Tensor], prompts: DataProto, name: str) -> 
             raise ValueError(f"{name} returned another prompt in row {row} of input_ids than it was given: {RULE}.")
 
 
-def check_completions(name: str, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """Raises ValueError unless what the engine called `name` returned is one completion for each request, in
-    their order, with a log-prob for each token, and no more tokens than were asked for."""
+def check_completions(engine: Rollout, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """Raises ValueError unless what `engine` returned is one completion for each request, in their order, and as
+    check_completion does."""
+    name = f"the engine {callable_name(type(engine))}"
     rule = "generate must return a list of one Completion for each request, in the order of the requests"
     results = [completions] if not isinstance(completions, list | tuple) else completions
     if wrong_types := [type(result).__name__ for result in results if not isinstance(result, Completion)]:
@@ -435,12 +462,12 @@ def check_completions(name: str, requests: Sequence[Request], completions: Seque
     for request, done in zip(requests, completions, strict=True):
         if done.id != request.id:
             raise ValueError(f"{name} returned that of request {done.id} where that of {request.id} belongs: {rule}.")
-        tokens, log_probs, limit = len(done.token_ids), len(done.log_probs), request.sampling.max_tokens
-        if log_probs != tokens or tokens > limit:
-            raise ValueError(
-                f"{name} returned {tokens} token_ids and {log_probs} log_probs for request {request.id}: a log-prob "
-                f"for each token, and at most request.sampling.max_tokens={limit} tokens."
-            )
+        engine.check_completion(request, done)
+
+
+def is_number(value: Any, usual: type, kind: type) -> bool:
+    """Says whether `value` is of a `kind` of numbers, most often a `usual` one, and no truth value."""
+    return type(value) is usual or (isinstance(value, kind) and not isinstance(value, bool))
 
 
 def sample_of(request: Request, done: Completion) -> Sample:
@@ -490,14 +517,6 @@ def check_temperature(request: Request) -> None:
             f"request {request.id} asks for temperature={sampling.temperature}: vLLM samples at {COLDEST} or more. "
             "Raise it, or sample greedily (do_sample=false)."
         )
-
-
-def check_finite(log_probs: list[float | None], request: Request, weight_version: int) -> list[float]:
-    """Returns `log_probs` of the response to `request`; raises FloatingPointError if one of them is no number."""
-    for index, value in enumerate(log_probs):
-        if value is None or not math.isfinite(value):
-            raise divergence(weight_version, f"request {request.id}, token {index + 1} of its response")
-    return log_probs
 
 
 def divergence(weight_version: int, location: str) -> FloatingPointError:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from time import sleep
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -25,7 +26,7 @@ from workers.rollout import build_rollout
 
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)
 MODELS = {"data": [{"id": "tiny"}]}
-CHOICE = {"finish_reason": "length", "token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, 0.0]}}
+CHOICE = {"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
 
 
 @contextmanager
@@ -206,6 +207,9 @@ def test_what_is_no_api_is_said_to_be_none(tiny_model: Path):
     ("change", "message"),
     [
         ({"token_ids": None}, "without token_ids and logprobs.token_logprobs"),
+        ({"token_ids": [7.5]}, "returned the token id 7.5 for request 0"),
+        ({"token_ids": [10**9]}, "returned the token id 1000000000 for request 0: they are integers from 0 to"),
+        ({"logprobs": {"token_logprobs": [None]}}, "returned the log-prob None for request 0"),
         ({"logprobs": None}, "without token_ids and logprobs.token_logprobs"),
         ({"logprobs": {"token_logprobs": [-2.0]}}, "before temperature.*--logprobs-mode processed_logprobs"),
         ({"finish_reason": "content_filter"}, "request 0 finished with finish_reason='content_filter'"),
@@ -236,8 +240,16 @@ def test_what_sglangs_server_does_otherwise_is_found_out(tiny_model: Path):
             engine.add(Request(0, [20], replace(PLAIN, top_p=0.9), 0))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), None])
-def test_a_log_prob_that_is_no_number_is_that_of_a_policy_that_has_diverged(tiny_model: Path, value: float | None):
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (float("nan"), FloatingPointError, "diverged"),
+        (float("-inf"), FloatingPointError, "request 0, token 3 of its response"),
+        (None, ValueError, "the engine .*OpenAIRollout .* returned the log-prob None for request 0"),
+        (3.0, ValueError, "returned the log-prob 3.0 for request 0"),
+    ],
+)
+def test_a_log_prob_that_is_none_is_no_policy_that_has_diverged(tiny_model: Path, value: Any, error, message: str):
     def complete(body: dict) -> tuple[int, dict]:
         status, answer = sure(body)
         if body["max_tokens"] == PLAIN.max_tokens:
@@ -246,5 +258,5 @@ def test_a_log_prob_that_is_no_number_is_that_of_a_policy_that_has_diverged(tiny
 
     with scripted(complete) as url:
         engine = engine_for(url, tiny_model)
-        with pytest.raises(FloatingPointError, match="request 0, token 3 of its response"):
+        with pytest.raises(error, match=message):
             engine.generate([Request(0, [20], PLAIN, 0)])
