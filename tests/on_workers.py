@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,9 @@ class Echo:
     def draw(self) -> list[float]:
         """One number of each global generator."""
         return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def fail(self) -> None:
         raise KeyError("missing")

@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import signal
+import socket
 from pathlib import Path
+from threading import Timer
 from typing import Any
 from unittest import mock
 
@@ -24,6 +27,7 @@ from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from training.model_shards import Shards
 from workers import ray_group
+from workers.collectives import connect, open_store
 from workers.group import LocalGroup, distinct_groups
 from workers.models import gpu_trouble
 from workers.ray_group import (
@@ -34,6 +38,7 @@ from workers.ray_group import (
     check_machine,
     check_present,
     check_resources,
+    joins_cluster,
     remote_class,
     reserve,
     start_pools,
@@ -211,6 +216,78 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
             group.submit("echo", "die_on_the_second", [()] * 2).result()
     finally:
         group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(
+    cluster: None, workers: int, capfd, monkeypatch
+):
+    monkeypatch.setattr("workers.group.NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr("workers.group.longest", {})
+    made = RayWorkerGroup(Resources(workers, threads=1, gpus=0), EchoWorker)
+    capfd.readouterr()
+    try:
+        pid = made.places[-1][0]
+        os.kill(pid, signal.SIGSTOP)
+        Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+        made.submit("echo", "hear", [("a",)] * workers).result()
+        made.submit("echo", "hear", [("a",)] * workers).result()
+        made.submit("echo", "sleep", [(0.3,)] * workers).result()
+        made.submit("echo", "sleep", [(0.5,)] * workers).result()
+    finally:
+        made.close()
+    told = re.findall("notice: (.*)", capfd.readouterr().err)
+    stopped = [f"echo.hear has not come back for {{}} s from rank {workers - 1} (pid {pid}, stopped)."]
+    assert [re.sub(r"for \d+", "for {}", line) for line in told[:3]] == 3 * stopped, told
+    assert len(told) == 4 and told[3].startswith("echo.sleep"), "0.5 s is less than twice what it took before"
+
+
+def test_a_worker_in_this_process_that_hangs_is_named_too(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.group.NOTICE_SECONDS", 0.1)
+    LocalGroup(1, EchoWorker).submit("echo", "sleep", [(0.2,)])
+    assert re.search(rf"echo.sleep has .* from rank 0 \(pid {os.getpid()}, \w+\)", capsys.readouterr().err)
+
+
+def test_the_store_of_one_machine_is_not_heard_of_elsewhere():
+    store, others = open_store("127.0.0.1", 2), ray.util.get_node_ip_address()
+    assert connect("127.0.0.1", store.port, 2).host == "127.0.0.1"
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2" if others.startswith("127.") else others, store.port), 5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "written", "message"),
+    [
+        ("127.0.0.1:1", None, "RAY_ADDRESS: no Ray cluster answers at 127.0.0.1:1 .*refused"),
+        ("nonsense", None, "RAY_ADDRESS: no Ray cluster answers at nonsense"),
+        (None, "127.0.0.1:1", rf"ray_current_cluster, of user {os.getuid()}: no Ray cluster"),
+        ("local", "127.0.0.1:1", None),
+        (None, None, None),
+    ],
+)
+def test_only_the_cluster_that_is_named_is_joined(variable, written, message, tmp_path: Path, monkeypatch):
+    """…and no other that runs on this machine."""
+    (tmp_path / "ray").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    if written:
+        (tmp_path / "ray/ray_current_cluster").write_text(written)
+    if message is None:
+        assert not joins_cluster() and not ray.is_initialized()
+    else:
+        with pytest.raises(ConfigError, match=message):
+            joins_cluster()
+
+
+def test_torchrun_is_told_that_the_run_starts_its_workers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_machine(compose())  # as an operator of pods sets it
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError, match=r"torchrun starts 2 of this command.*n_workers_per_node=2"):
+        check_machine(compose())
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ A worker on its own is a group of one: nothing is sent.
 """
 
 import math
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,8 +18,12 @@ TIMEOUT = 600  # seconds
 
 
 def open_store(host: str, size: int) -> dist.TCPStore:
-    """Opens the store at which `size` ranks find each other, at a free port; it lives with the rank that opens it."""
-    return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+    """Opens the store at which `size` ranks find each other, at a free port of this address alone, as it asks for no
+    key; it lives with the rank that opens it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=max(size, 128))
+    port, descriptor = listener.getsockname()[1], listener.detach()  # which is the store's from now on
+    return dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def connect(host: str, port: int, size: int) -> dist.TCPStore:

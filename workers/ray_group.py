@@ -5,6 +5,7 @@ The interface that they share with a worker in this process is workers/group.py.
 
 import os
 import re
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -13,17 +14,18 @@ from typing import Any
 
 import ray
 import torch
+from ray._private.utils import get_ray_address_file
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.errors import ConfigError, notice_once, warns_of_close
+from configs.errors import ConfigError, first_line, notice_once, warns_of_close
 from configs.process import VARIABLES, Threads, children_apart, worker_threads
 from configs.schema import Config, ModelConfig, RunConfig
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.forward import forward_of
-from workers.group import Group, LocalGroup, check_shares
+from workers.group import Group, LocalGroup, check_shares, state_of, tells_of_waiting
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.parallel import layout_of
@@ -31,6 +33,7 @@ from workers.rollout import load_rollout_class
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
+CONNECT_SECONDS = 10
 CLOSE_SECONDS = 5  # in which workers close what they hold; then they are killed
 DEATH_SECONDS = 3  # in which Ray notices that a process is gone
 WAITED = "Timed out waiting"  # gloo's words
@@ -89,27 +92,34 @@ class RayWorkerGroup:
         self.size = resources.workers
         with ExitStack() as cleanup:  # given back if anything below fails
             if not ray.is_initialized():
-                with children_apart():
-                    ray.init(include_dashboard=False)
                 cleanup.callback(ray.shutdown)
+                if not joins_cluster():
+                    with children_apart():
+                        ray.init(address="local", include_dashboard=False)
             placement = reserve(resources)
             cleanup.callback(remove_placement_group, placement)
-            self.workers = []
+            self.workers, self.places = [], []
             for index in range(self.size):
                 settings = os.getcwd(), resources.threads, model, derive_seed(seed, "process", index)
                 self.workers.append(remote_class(resources, placement, index).remote(*settings))
                 cleanup.callback(ray.kill, self.workers[-1])
+            here = ray.util.get_node_ip_address()
+            self.places = self._wait("start", [worker.place.remote(here) for worker in self.workers])
             if self.size > 1:
-                [address] = RayPending([self.workers[0].open_store.remote(self.size)]).result()
+                alone = resources.nodes == 1  # on a machine
+                [address] = self._wait("open_store", [self.workers[0].open_store.remote(self.size, alone)])
                 ranks = enumerate(self.workers)
-                RayPending([worker.join.remote(address, rank, self.size, timeout) for rank, worker in ranks]).result()
-            RayPending([worker.build.remote(worker_class, *args) for worker in self.workers]).result()
+                self._wait("join", [worker.join.remote(address, rank, self.size, timeout) for rank, worker in ranks])
+            self._wait("build", [worker.build.remote(worker_class, *args) for worker in self.workers])
             self.cleanup = cleanup.pop_all()
 
     def submit(self, role: str, method: str, shares: Sequence[tuple]) -> "RayPending":
         check_shares(shares, self.size)
-        calls = zip(self.workers, shares, strict=True)
-        return RayPending([worker.call.remote(role, method, share) for worker, share in calls])
+        calls = [worker.call.remote(role, method, share) for worker, share in zip(self.workers, shares, strict=True)]
+        return RayPending(calls, f"{role}.{method}", self.places)
+
+    def _wait(self, verb: str, calls: list[ray.ObjectRef]) -> list[Any]:
+        return RayPending(calls, verb, self.places).result()
 
     def close(self) -> None:
         """Has every worker close what it holds, environments and engines, and ends them."""
@@ -122,29 +132,41 @@ class RayWorkerGroup:
 
 @dataclass(frozen=True)
 class RayPending:
-    """The `Pending` of calls to Ray actors, in the order of their ranks."""
+    """The `Pending` of calls of a `verb` to Ray actors, in the order of their ranks; `places`: RemoteWorker.place."""
 
     calls: list[ray.ObjectRef]
+    verb: str = "a call"
+    places: Sequence[tuple[int, str]] = ()
 
     def result(self) -> list[Any]:
         """Waits for all answers, by rank; raises the ConfigError of a worker, or WorkerError where one failed or died.
         The first failure ends the wait: others may wait for the rank that failed.
         """
         results, pending = {}, self.calls
-        while pending:
-            [done], pending = ray.wait(pending)
-            rank = self.calls.index(done)
-            try:
-                results[rank] = ray.get(done)
-            except ray.exceptions.RayActorError as error:
-                raise self._death(rank, error) from error
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, ConfigError):
-                    raise error.cause from None
-                self._look_for_deaths()
-                text = COLOUR.sub("", str(error))  # it has the worker's traceback, so ours is left out
-                raise WorkerError(f"worker rank {rank} failed:\n{text}{self._missing(text)}") from None
+        with tells_of_waiting(self.verb, self._names_of_busy):
+            while pending:
+                [done], pending = ray.wait(pending)
+                rank = self.calls.index(done)
+                try:
+                    results[rank] = ray.get(done)
+                except ray.exceptions.RayActorError as error:
+                    raise self._death(rank, error) from error
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, ConfigError):
+                        raise error.cause from None
+                    self._look_for_deaths()
+                    text = COLOUR.sub("", str(error))  # it has the worker's traceback, so ours is left out
+                    raise WorkerError(f"worker rank {rank} failed:\n{text}{self._missing(text)}") from None
         return [results[rank] for rank in range(len(self.calls))]
+
+    def _busy(self) -> list[int]:
+        """Lists the ranks that have not answered."""
+        _, busy = ray.wait(self.calls, num_returns=len(self.calls), timeout=0)
+        return [self.calls.index(call) for call in busy]
+
+    def _names_of_busy(self) -> str:
+        states = {rank: f" ({state_of(*place)})" for rank, place in enumerate(self.places)}
+        return ", ".join(f"rank {rank}{states.get(rank, '')}" for rank in self._busy())
 
     def _look_for_deaths(self) -> None:
         """Raises if another rank is gone, which may be why this one failed: Ray notices it a little later."""
@@ -162,13 +184,14 @@ class RayPending:
         """Names the ranks that still do something else, where `text` is of one that has waited in vain."""
         if WAITED not in text:
             return ""
-        _, busy = ray.wait(self.calls, num_returns=len(self.calls), timeout=0)
-        ranks = [self.calls.index(call) for call in busy]
-        return f"\nIt waited actor_rollout_ref.nccl_timeout seconds; ranks {ranks} have not come. If slow, raise it."
+        late = self._busy()
+        return f"\nIt waited actor_rollout_ref.nccl_timeout seconds; ranks {late} have not come. If slow, raise it."
 
     @staticmethod
     def _death(rank: int, error: Exception) -> "WorkerError":
-        return WorkerError(f"worker rank {rank} died: {error}. Its log is under /tmp/ray/session_latest/logs.")
+        session = ray.get_runtime_context()
+        logs = f"{session.get_temp_dir()}/{session.get_session_name()}/logs"
+        return WorkerError(f"worker rank {rank} died: {error}. Its log is under {logs}.")
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:
@@ -196,6 +219,11 @@ def check_machine(config: Config) -> None:
     """Raises ValueError where there are fewer GPUs or cores than `config` asks for, here or in the Ray cluster, or
     where layout or engine cannot work by its settings; a notice tells of a GPU that torch cannot use."""
     resources = Resources.from_config(config.trainer)
+    if (copies := int(os.environ.get("WORLD_SIZE", 1))) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            f"torchrun starts {copies} of this command, each of which would be a run: start it once, by python, with "
+            f"trainer.n_gpus_per_node or, on CPUs, n_workers_per_node={copies}; it starts the workers itself."
+        )
     layout_of(config, resources.workers).check(config, resources.workers)
     check_present(resources, uses_ray(config.trainer))
     if config.trainer.n_gpus_per_node is None and (problem := gpu_trouble()):
@@ -232,9 +260,14 @@ class RemoteWorker:
         start_process(n_threads, model)
         seed_everything(seed)
 
-    def open_store(self, size: int) -> tuple[str, int]:
-        """Opens the store, on rank 0. Returns the address at which the others find it."""
-        self.store = open_store(ray.util.get_node_ip_address(), size)
+    def place(self, driver: str) -> tuple[int, str]:
+        """Returns this process, and its machine's address if the driver's is another."""
+        return os.getpid(), ray.util.get_node_ip_address().replace(driver, "")
+
+    def open_store(self, size: int, alone: bool) -> tuple[str, int]:
+        """Opens the store, on rank 0. Returns the address at which the others find it, which all are on this machine
+        where it is `alone`."""
+        self.store = open_store("127.0.0.1" if alone else ray.util.get_node_ip_address(), size)
         return self.store.host, self.store.port
 
     def join(self, address: tuple[str, int], rank: int, size: int, timeout: int) -> None:
@@ -312,14 +345,25 @@ def check_present(resources: Resources, on_ray: bool) -> None:
 
 
 def joins_cluster() -> bool:
-    """Connects this process to the Ray cluster that is running here, if one is."""
-    if ray.is_initialized():
-        return True
+    """Connects this process to the Ray cluster that RAY_ADDRESS or `ray start` names, if one does, and says so: others
+    that run here are other people's. Raises ConfigError if it is not there."""
+    address, origin, file = os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS", Path(get_ray_address_file(None))
+    if address in ("", "auto") and file.is_file():
+        address, origin = file.read_text().strip(), f"{file}, of user {file.stat().st_uid}"
+    if ray.is_initialized() or address in ("", "auto", "local"):
+        return ray.is_initialized()
+    host, _, port = address.rpartition(":")
     try:
+        if port.isdecimal() and "/" not in host:  # for a wrong one Ray takes minutes
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         with children_apart():
-            ray.init(address="auto")
-    except ConnectionError:
-        return False
+            ray.init(address=address)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{origin}: no Ray cluster answers at {address} ({first_line(error)}). `ray start` it, or set RAY_ADDRESS "
+            "to another, or to local, which starts one for this run."
+        ) from error
+    notice_once(f"this run joins the Ray cluster at {address}, which {origin} names.")
     return True
 
 
