@@ -50,13 +50,14 @@ def default_compute_score(
     concurrent_semaphore: AbstractContextManager | int | None = None,
     memory_limit_mb: int | None = None,
     timeout: float | None = None,
+    sandbox: str = "closed",
     **kwargs: Any,
 ) -> float | dict[str, Any]:
     """Scores a response by the rule of its data source: returns a number, or a dict with it as `score`.
 
     Code is run on a sandbox-fusion server where there is a url, else in a sandbox of our own. `concurrent_semaphore`
     limits the requests to that server; a number means so many of this process. `timeout`: seconds after which the
-    caller gives up; programs of a response have four fifths of it together.
+    caller gives up; programs of a response have four fifths of it together. `sandbox`: "open" runs them without fences.
 
     Raises:
         NotImplementedError: no rule for `data_source`.
@@ -75,7 +76,7 @@ def default_compute_score(
         server = (sandbox_fusion_url, semaphore, memory_limit_mb)
         result = sandbox_fusion.compute_score(*server, solution_str, ground_truth, continuous=True)
     else:
-        limits = {"memory_mb": memory_limit_mb or prime_code.MEMORY_MB}
+        limits = {"memory_mb": memory_limit_mb or prime_code.MEMORY_MB, "anyway": sandbox == "open"}
         limits |= {"budget": BUDGET_SHARE * timeout} if timeout else {}
         result = prime_code.compute_score(solution_str, ground_truth, continuous=True, **limits)
     if isinstance(result, dict):

@@ -57,12 +57,13 @@ def compute_score(
     continuous: bool = False,
     memory_mb: int = MEMORY_MB,
     budget: float = BUDGET,
+    anyway: bool = False,
 ) -> tuple[bool | float, list[dict[str, Any]] | None]:
     """Returns whether the program passes every case, and what became of those that were run (None: no test cases).
 
     The program is the last python block, or the whole text. With `continuous` a program that fails gets the share of
     the first ten cases that it passes. Nothing is run after a case that takes too long, nor after `budget` seconds:
-    what was not run is not passed.
+    what was not run is not passed. `anyway`: also where the sandbox is open.
     """
     block = python_block(completion)
     code = completion if block is None else block
@@ -78,7 +79,7 @@ def compute_score(
         if time.monotonic() > end:
             break
         cpu_seconds = CPU_SECONDS_ALONE if index < first else CPU_SECONDS
-        results.append(run_case(program, cases, index, cpu_seconds, end, memory_mb))
+        results.append(run_case(program, cases, index, cpu_seconds, end, memory_mb, anyway))
         failed = any(result["result"] is not True for result in results)
         if results[-1]["result"] == TOO_SLOW or (failed and index + 1 >= first):
             break
@@ -88,7 +89,7 @@ def compute_score(
 
 
 def run_case(
-    program: str, cases: TestCases, index: int, cpu_seconds: float, end: float, memory_mb: int
+    program: str, cases: TestCases, index: int, cpu_seconds: float, end: float, memory_mb: int, anyway: bool
 ) -> dict[str, Any]:
     """Returns {case, result: True, False, -1 (an error), -2 (no program) or -3 (too slow), output, error}.
 
@@ -96,7 +97,7 @@ def run_case(
     secret, left = secrets.token_hex(16), max(0.0, end - time.monotonic())
     given, then = cases.stdin_of(index), cases.checks_of(index, secret)
     limits = {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "memory_mb": memory_mb, "files_mb": FILES_MB}
-    done = run_python(program, given, then=then, **limits)
+    done = run_python(program, given, then=then, anyway=anyway, **limits)
     output = without_secret(done.output, secret) if then else done.output
     result = judge(done.status, output, cases.outputs[index], by_value=cases.function is not None)
     error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]

@@ -29,13 +29,25 @@ class RuleReward(FunctionReward):
             if server := self.reward_kwargs["sandbox_fusion_url"]:
                 try_server(server)
             else:
-                notice_once(check_fences(required=False))
+                notice_once(check_fences(self.reward_kwargs["sandbox"]))
+            if asserts := sum(has_asserts(row) for row in rows.values()):
+                notice_once(
+                    f"{asserts} of {len(rows)} rows check programs by assert_case, in the program's own process: a "
+                    "policy can learn to pass them by an object that equals everything. Inputs and outputs cannot be "
+                    "cheated so."
+                )
+
+
+def has_asserts(row: Row) -> bool:
+    """Says whether a program for this row is tried by asserts."""
+    label = row.get("reward_model") or {}
+    return runs_programs(row["data_source"]) and "assert_case" in str(label.get("ground_truth"))
 
 
 def load(settings: ScoringConfig, run: Any) -> RuleReward:
     """Loads the rules; they run programs on the server reward.sandbox_fusion.url if there is one, else here."""
     server = settings.get("sandbox_fusion") or SandboxFusionConfig()
     kwargs = {"sandbox_fusion_url": server.url, "concurrent_semaphore": server.max_concurrent}
-    kwargs |= {"memory_limit_mb": server.memory_limit_mb, "timeout": settings.timeout}
+    kwargs |= {"memory_limit_mb": server.memory_limit_mb, "timeout": settings.timeout, "sandbox": settings.sandbox}
     entry = RewardFunctionConfig("extras.rules.default", "default_compute_score", kwargs)
     return load_function(entry, settings, run.tokenizer, kind=RuleReward, computes=server.url is None)

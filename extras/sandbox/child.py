@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 COMPILE_ERROR = 65  # the exit status of a program that is none
+OPEN = "open"  # the first word of a sandbox that is
 MOST_FILES, MOST_THREADS = 256, 64
 NAMESPACES, CAPABILITIES, LANDLOCK, SECCOMP = "namespaces", "no capabilities", "Landlock", "seccomp"
 
@@ -78,13 +79,16 @@ Instruction = tuple[int, int, int, int]
 
 
 def main() -> None:
-    sources, ready, seconds, memory_mb, files_mb, processes, *lengths = map(int, sys.argv[2:])
+    sources, ready, seconds, memory_mb, files_mb, processes, anyway, *lengths = map(int, sys.argv[2:])
     readable = tuple(filter(None, sys.argv[1].split(os.pathsep)))
     fences = set_fences(ready, (seconds, memory_mb << 20, files_mb << 20), readable, bool(processes))
-    if not is_closed(fences):  # mistakes at least are kept in
+    is_open = not is_closed(fences)
+    if is_open:  # mistakes at least are kept in
         sys.addaudithook(make_hook(os.path.realpath(".")))
-    os.write(ready, ", ".join(["set", *fences]).encode())
+    os.write(ready, ", ".join([OPEN if is_open else "closed", *fences]).encode())
     os.close(ready)  # the clock starts
+    if is_open and not anyway:
+        sys.exit()
     sys.argv = ["sandbox"]
     run_sources(sources, lengths)
 
@@ -129,7 +133,7 @@ def set_fences(ready: int, limits: tuple[int, int, int], readable: tuple[str, ..
     refused = [*calls(REFUSED), *([] if fences else calls(CHANGES)), *([] if processes else calls(STARTS))]
     for name, fence in (
         (CAPABILITIES, drop_capabilities),
-        (LANDLOCK, lambda: restrict_files(readable, processes)),
+        (LANDLOCK, lambda: restrict_files(readable, processes, NAMESPACES in fences)),
         (SECCOMP, lambda: filter_calls(refused, processes)),
     ):
         with suppress(OSError):
@@ -227,16 +231,17 @@ def drop_capabilities() -> None:
     check_returned(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
-def restrict_files(more: tuple[str, ...], processes: bool) -> None:
-    """Leaves this folder to write to, and Python, its packages, the system's libraries and `more` to read; raises
-    OSError if the kernel has no Landlock."""
+def restrict_files(more: tuple[str, ...], processes: bool, in_memory: bool) -> None:
+    """Leaves this folder to write to, if it is `in_memory` or for a shell: on a disk nobody would count the files.
+    Python, its packages, the system's libraries and `more` can be read. Raises OSError without Landlock."""
     version = check_returned(libc.syscall(CREATE_RULESET, None, 0, VERSION_FLAG))
     every = (1 << RIGHTS[min(version, len(RIGHTS)) - 1]) - 1
     scopes = SCOPES if version >= SCOPED_FROM else 0
     rules = check_returned(libc.syscall(CREATE_RULESET, struct.pack("QQQ", every, 0, scopes), 24, 0))
     readable = (*READABLE, sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *more)
     allowed = dict.fromkeys(readable, READ_FILE | READ_DIR | (EXECUTE if processes else 0))
-    for path, rights in (allowed | {os.devnull: READ_FILE | WRITE_FILE, ".": every}).items():
+    here = every if in_memory or processes else READ_FILE | READ_DIR
+    for path, rights in (allowed | {os.devnull: READ_FILE | WRITE_FILE, ".": here}).items():
         with suppress(FileNotFoundError, PermissionError):
             folder = os.open(path, os.O_PATH)
             rights = rights if os.path.isdir(path) else rights & ~READ_DIR

@@ -4,7 +4,8 @@ Limits hold everywhere: of time, memory, threads, files and output. Fences are w
 network, no process of others, nothing to write to but a folder in memory), no rights of root, Landlock (nothing to
 write to but that folder, nothing to read but Python and the system's libraries, no signals), and a filter of system
 calls (no processes, sockets, signals, mounts). With the filter and one of namespaces and Landlock it is closed.
-Otherwise a hook refuses what a program does by mistake. `run_python` is the door; child.py sets the fences.
+Otherwise no program is run, unless that is asked for: then a hook refuses what it does by mistake. `run_python` is the
+door; child.py sets the fences.
 """
 
 import json
@@ -53,6 +54,7 @@ def run_python(
     files_mb: int = 1,
     readable: Sequence[str | Path] = (),
     processes: bool = False,
+    anyway: bool = False,
 ) -> Finished:
     """Runs the program `code` in a process of its own, for at most `seconds` on the clock from its first line on.
 
@@ -64,6 +66,10 @@ def run_python(
         files_mb: MiB that it may write to files, and as output.
         readable: files and folders that it may read, beside Python and the system's libraries.
         processes: whether it may start other programs, as a shell does; the same fences hold them.
+        anyway: whether it runs where the fences of this system leave the sandbox open.
+
+    Raises:
+        ConfigError: they do.
     """
     with ExitStack() as opened:
         folder = opened.enter_context(own_folder())
@@ -74,7 +80,16 @@ def run_python(
         started, ready = os.pipe()
         opened.callback(os.close, started)
         cpu_seconds = math.ceil(seconds if cpu_seconds is None else cpu_seconds) + GRACE_SECONDS
-        numbers = (sources.fileno(), ready, cpu_seconds, memory_mb, files_mb, int(processes), *map(len, texts))
+        numbers = (
+            sources.fileno(),
+            ready,
+            cpu_seconds,
+            memory_mb,
+            files_mb,
+            int(processes),
+            int(anyway),
+            *map(len, texts),
+        )
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", child.__file__, os.pathsep.join(map(str, readable)), *map(str, numbers)],
             **{"stdin": given, "stdout": output, "stderr": errors},
@@ -87,6 +102,8 @@ def run_python(
         fences, status = wait_for_end(process, started, seconds)
         if not fences:
             raise RuntimeError(f"the sandbox did not start, status {process.returncode}: {read_back(errors)[-1000:]}")
+        if fences[0] == child.OPEN and not anyway:
+            raise ConfigError(f"{lacking(fences[1:])} The program was not run: run_python(…, anyway=True) runs it.")
         return Finished(status, read_back(output), read_back(errors), fences[1:])
 
 
@@ -190,22 +207,27 @@ def read_back(file: IO[bytes]) -> str:
 @cache
 def fences() -> tuple[str, ...]:
     """Returns the names of the fences that hold on this machine, for this user."""
-    return run_python("", seconds=START_SECONDS).fences
+    return run_python("", seconds=START_SECONDS, anyway=True).fences
 
 
-def check_fences(required: bool) -> str:
+def check_fences(sandbox: str = "closed", key: str = "reward.sandbox") -> str:
     """Returns a line that says which fences hold.
 
     Raises:
-        ConfigError: the sandbox is `required`, and not closed.
+        ConfigError: they are fewer than `sandbox` asks for, the value of `key`.
     """
-    closed, held = child.is_closed(fences()), ", ".join(fences()) or "no fence"
-    if closed:
-        return f"programs of the policy run in a sandbox: {held}."
-    lacks = (
-        f"the sandbox is open: on this machine programs are held by {held}, and it takes {child.SECCOMP} with "
-        f"{child.LANDLOCK} (Linux 5.13) or {child.NAMESPACES} (`unshare -rn true`)."
+    held, lacks = fences(), lacking(fences())
+    if child.is_closed(held):
+        if sandbox != "required" or child.LANDLOCK in held:
+            return f"programs of the policy run in a sandbox: {', '.join(held)}."
+        lacks = f"this machine has no {child.LANDLOCK} (Linux 5.13), without which programs can read your files."
+    if sandbox == "open":
+        return lacks
+    raise ConfigError(f"{key}={sandbox}: {lacks} Run it there; {key}=open says that you know.", key)
+
+
+def lacking(held: Sequence[str]) -> str:
+    return (
+        f"the sandbox is open: on this machine programs are held by {', '.join(held) or 'no fence'}, and it takes "
+        f"{child.SECCOMP} with {child.LANDLOCK} (Linux 5.13) or {child.NAMESPACES} (`unshare -rn true`)."
     )
-    if required:
-        raise ConfigError(f"reward.sandbox=required: {lacks} Run it there, or set reward.sandbox=available.")
-    return lacks

@@ -12,9 +12,10 @@ class Settings(Frozen):
     """Stand in the section `reward`."""
 
     sandbox: str = setting(
-        "available",
-        "Fences around programs that a policy writes: those that the system has, or no run where they do not suffice.",
-        choices=("available", "required"),
+        "closed",
+        "Programs that a policy writes run where the system's fences hold them; required: no run without Landlock "
+        "either, which keeps your files from being read; open: they run anywhere.",
+        choices=("closed", "required", "open"),
     )
 
     def check(self, config: Any, key: str) -> None:
@@ -22,4 +23,4 @@ class Settings(Frozen):
         if self.sandbox == "required":
             from extras.sandbox.run import check_fences
 
-            notice_once(check_fences(required=True))
+            notice_once(check_fences("required"))

@@ -13,15 +13,15 @@ class PythonSandbox(BaseTool):
     """Runs `code`, and shows what it prints.
 
     `config`: `seconds` (5) of a call, on the clock, `memory_mb` (512), `output_chars` (4000) that are shown at most,
-    `name` (python).
+    `name` (python), `sandbox` (closed; open: also where the system has too few fences).
     """
 
     blocks, max_concurrent = True, available_cores()[0]  # a program's seconds are those of the clock
 
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None = None) -> None:
         super().__init__(config, tool_schema)
-        self.limits = self.settings(name="python", seconds=5.0, memory_mb=512, output_chars=4000)
-        notice_once(check_fences(required=False))
+        self.limits = self.settings(name="python", seconds=5.0, memory_mb=512, output_chars=4000, sandbox="closed")
+        notice_once(check_fences(self.limits["sandbox"], "the tool's config.sandbox"))
 
     def get_openai_tool_schema(self) -> ToolSchema:
         name, description = self.config.get("name", "python"), "Runs a Python program and shows what it prints."
@@ -31,7 +31,8 @@ class PythonSandbox(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         seconds, most = self.limits["seconds"], self.limits["output_chars"]
-        done = run_python(parameters["code"], seconds=seconds, memory_mb=self.limits["memory_mb"])
+        limits = {"memory_mb": self.limits["memory_mb"], "anyway": self.limits["sandbox"] == "open"}
+        done = run_python(parameters["code"], seconds=seconds, **limits)
         text = done.output + done.errors
         shown = text if len(text) <= most else text[: most // 2] + "\n…\n" + text[-most // 2 :]
         if done.status is None:

@@ -126,7 +126,7 @@ def calls_of(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], s
     """
     if not child.is_closed(fences()):
         raise ValueError(
-            f"{path}: {check_fences(required=False)} Give its command: python -m extras.verl -- python3 -m "
+            f"{path}: {check_fences('open')} Give its command: python -m extras.verl -- python3 -m "
             "verl.trainer.main_ppo key=value …"
         )
     text = re.sub(r"\$\{BASH_SOURCE(\[0\])?(:-[^}]*)?\}|\$BASH_SOURCE\b", "$0", text)

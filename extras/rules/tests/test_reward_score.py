@@ -382,8 +382,13 @@ def test_programs_are_held_or_it_is_said_and_required_fences_refuse_the_run(monk
     monkeypatch.setattr(errors, "noticed", set())
     loaded().check(rows("openai/gsm8k"))
     assert not capsys.readouterr().err
-    loaded().check(rows("openai/gsm8k", "apps"))
-    assert "the sandbox is open: on this machine programs are held by no capabilities" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"reward\.sandbox=closed: the sandbox is open: on this machine programs are"):
+        loaded().check(rows("openai/gsm8k", "apps"))
+    tried = rows("apps", "apps")
+    tried[0]["reward_model"] = {"ground_truth": '{"assert_case": ["assert f() == 3"]}'}
+    load_reward_manager(RewardConfig(sandbox="open"), None, None).check(tried)
+    said = capsys.readouterr().err
+    assert "the sandbox is open" in said and "1 of 2 rows check programs by assert_case" in said
     with pytest.raises(ConfigError, match=r"reward\.sandbox=required"):
         RewardConfig(sandbox="required").check(None, "reward")
 
@@ -406,7 +411,7 @@ def test_without_any_reward_the_rules_of_public_data_sets_score():
     config = RewardConfig(sandbox_fusion=SandboxFusionConfig("http://none/run_code", 3, 128))
     reward = load_reward_manager(config, None, None)
     limits = {"sandbox_fusion_url": "http://none/run_code", "concurrent_semaphore": 3, "memory_limit_mb": 128}
-    limits["timeout"] = 60.0
+    limits |= {"timeout": 60.0, "sandbox": "closed"}
     assert reward.function is default_compute_score and reward.reward_kwargs == limits
     sources = ["openai/gsm8k", "lighteval/MATH"]
     columns = {"responses": ["#### 5", r"\boxed{5}"], "ground_truths": ["5", "6"], "data_source": sources}

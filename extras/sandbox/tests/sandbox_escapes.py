@@ -186,6 +186,47 @@ for folder, _, names in os.walk("/dev"):
         try: print("ESCAPED", os.open(folder + "/" + name, os.O_WRONLY | os.O_NONBLOCK), folder, name)
         except OSError as error: pass
 """,
+    "many files": """
+import os
+written = 0
+try:
+    for number in range(40):
+        with open(f"file_{number}", "wb") as file: file.write(bytes(1 << 19))
+        written += 1 << 19
+except OSError as error: print(error)
+print("ESCAPED" if written > 1 << 20 else "", written)
+""",
+    "many folders": """
+import os
+made = 0
+try:
+    for made in range(2000): os.mkdir(f"folder_{made}")
+except OSError as error: print(error)
+print("ESCAPED" if made > 300 else "", made)
+""",
+    "links in and out": """
+import os
+for way in (lambda: os.link(FOLDER + "/kept", "kept"), lambda: os.rename(FOLDER + "/kept", "kept"),
+            lambda: os.link("/proc/self/fd/1", FOLDER + "/output", follow_symlinks=True),
+            lambda: (open("own", "w").close(), os.rename("own", FOLDER + "/own"))):
+    try: print("ESCAPED", way())
+    except OSError as error: print(error)
+""",
+    "what it was given made longer": """
+import os
+for number in range(64):
+    for way in (lambda: os.ftruncate(number, 1 << 30), lambda: os.posix_fallocate(number, 0, 1 << 30),
+                lambda: os.pwrite(number, b"x", 1 << 30)):
+        try: print("ESCAPED", number, way())
+        except OSError as error: pass
+""",
+    "calls of later kernels": """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+for number in (424, 425, 428, 429, 430, 432, 434, 435, 438, 440, 442, 443, 444, 447, 450, 459, 463, 467):
+    if libc.syscall(number, 0, 0, 0, 0, 0, 0) >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
+        print("ESCAPED", number, ctypes.get_errno())
+""",
     "files of the user": """
 for name in (FOLDER + "/kept", "/etc/shadow"):
     try: print("ESCAPED", open(name).read())
