@@ -27,6 +27,7 @@ from configs.errors import ConfigError, refusals
 from configs.paths import ROOT
 from configs.process import read_key, worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
+from data.tool_parsers import ToolParser
 from extras.server.app import Served, http_server
 from workers.engine import compute_dtype
 from workers.engine_pump import AsyncEngine
@@ -74,6 +75,7 @@ def load_served(config: ServerConfig) -> Served:
         context=rollout.prompt_length + rollout.response_length,
         max_tokens=rollout.response_length,
         api_key=read_key(vars(config.server), "server"),
+        parser=ToolParser.get_tool_parser(rollout.multi_turn.format, tokenizer),
     )
 
 

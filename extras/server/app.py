@@ -7,12 +7,14 @@ read, whatever it sends has a bound and a deadline, and prompts are encoded besi
 
 import asyncio
 import json
+import reprlib
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import uvicorn
@@ -26,8 +28,9 @@ from starlette.types import Message as ASGIMessage
 from transformers import PreTrainedTokenizerBase
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from data.chat import Prompt, encode_prompt, parse_prompt
+from data.chat import Prompt, encode_prompt, parse_prompt, tool_kwargs
 from data.seeding import derive_seed
+from data.tool_parsers import HermesParser, ToolParser
 from data.types import Message
 from extras.server.bodies import (
     MOST_BYTES,
@@ -38,13 +41,16 @@ from extras.server.bodies import (
     Part,
     ResponseBuilder,
     TokenText,
-    as_string,
     error_body,
+    with_text,
 )
 from workers.engine_pump import AsyncEngine, EngineError
 
 LOOK_SECONDS = 0.5  # between looks at whether a client that waits for a whole answer is still there
 CLIENT_GONE = 499  # nobody reads it
+MOST_OPEN = 8192  # choices of all requests together that wait or are generated
+RETRY_SECONDS = 5  # after which a request may come again for which there was no room
+ROLES = ("system", "developer", "user", "assistant", "tool")
 HEADER_SECONDS, BODY_SECONDS = 20, 60  # that a client may take to send them
 TEMPLATE_ERRORS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError)  # of what a client sent
 
@@ -59,6 +65,8 @@ class Served:
         context: most tokens of prompt and response together.
         max_tokens: of a response, where a request does not say.
         api_key: token that clients must send; None: none.
+        open: "choices" that wait or are generated.
+        parser: finds calls of tools in an answer.
     """
 
     name: str
@@ -68,6 +76,8 @@ class Served:
     context: int
     max_tokens: int
     api_key: str | None = None
+    open: Counter[str] = field(default_factory=Counter)
+    parser: ToolParser = field(default_factory=HermesParser)
     encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
 
     @cached_property
@@ -100,10 +110,11 @@ def http_server(served: Served, **settings: Any) -> uvicorn.Server:
 
 
 class Gate:
-    """Lets requests through to `app` whose key is right, with their body, of at most MOST_BYTES in BODY_SECONDS."""
+    """Lets requests through to `app` whose key is right, with their body, of at most MOST_BYTES in BODY_SECONDS; the
+    choices that they have been admitted with, in their `scope`, are over when they are."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self.app, self.api_key = app, api_key
+    def __init__(self, app: ASGIApp, served: Served) -> None:
+        self.app, self.api_key, self.open = app, served.api_key, served.open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -119,7 +130,11 @@ class Gate:
         async def replay() -> ASGIMessage:
             return messages.pop() if messages else await receive()
 
-        return await self.app(scope, replay, send)
+        scope["choices"] = admitted = []
+        try:
+            return await self.app(scope, replay, send)
+        finally:
+            self.open["choices"] -= sum(admitted)
 
     def check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Raises HTTPException unless the token of the Authorization header is right, if one is asked for."""
@@ -151,7 +166,7 @@ async def read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes:
 def build_app(served: Served) -> FastAPI:
     """Returns the API as an ASGI application."""
     app = FastAPI(title="nano-verl", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Gate, api_key=served.api_key)
+    app.add_middleware(Gate, served=served)
 
     @app.get("/health")
     async def health() -> Json:
@@ -190,9 +205,9 @@ async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse
 
 
 async def refuse(_: Request | None, error: StarletteHTTPException) -> JSONResponse:
-    kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+    kinds = {401: "authentication_error", 404: "not_found_error", **dict.fromkeys((500, 503), "server_error")}
     kind = kinds.get(error.status_code, "invalid_request_error")
-    return JSONResponse(error_body(error.detail, kind), error.status_code)
+    return JSONResponse(error_body(error.detail, kind), error.status_code, error.headers)
 
 
 def check_model(served: Served, name: str) -> None:
@@ -215,25 +230,28 @@ def chat_prompt(body: ChatBody) -> list[Message]:
     """Returns the messages of the body as a prompt; raises HTTPException for what is none."""
     try:
         messages = parse_prompt(body.messages)
-        return [each | {"content": as_string(each["content"])} if "content" in each else each for each in messages]
+        if strange := [each["role"] for each in messages if each["role"] not in ROLES]:  # a template writes it as it is
+            raise ValueError(f"the role {reprlib.repr(strange[0])} is none of {', '.join(ROLES)}")
+        return [with_text(each) for each in messages]
     except ValueError as error:
         raise HTTPException(400, f"messages: {error}") from error
 
 
-async def encode(served: Served, prompt: Prompt | list[int]) -> list[int]:
+async def encode(served: Served, prompt: Prompt | list[int], for_template: Json) -> list[int]:
     """Returns the token ids of a prompt, which may be ids; raises HTTPException if it is longer than any that fits, or
     if the chat template does not write it."""
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict)):
         return prompt
     texts = [prompt] if isinstance(prompt, str) else ["".join(map(str, message.values())) for message in prompt]
-    characters = sum(map(len, texts))
+    characters = sum(map(len, texts)) + len(str(for_template or ""))
     if characters > served.characters or len(texts) > served.context:
         raise HTTPException(
             400,
             f"the prompt has {characters} characters in {len(texts)} messages, more than {served.context} tokens "
             "can hold (data.max_prompt_length + max_response_length)",
         )
-    working = asyncio.get_running_loop().run_in_executor(served.encoder, encode_prompt, prompt, served.tokenizer)
+    work = partial(encode_prompt, prompt, served.tokenizer, **for_template)
+    working = asyncio.get_running_loop().run_in_executor(served.encoder, work)
     try:
         return await working
     except (ValueError, *TEMPLATE_ERRORS) as error:
@@ -264,6 +282,15 @@ def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
         raise HTTPException(400, f"ignore_eos: responses of this server stop at {sorted(stops)}: add stop_token_ids")
 
 
+def admit(served: Served, choices: int, request: Request) -> None:
+    """Counts the choices of a request until it is over; refuses it where they would be too many together."""
+    if served.open["choices"] + choices > MOST_OPEN:
+        detail = f"the server is busy with {served.open['choices']} choices, and takes {MOST_OPEN} at once"
+        raise HTTPException(503, f"{detail}: come again later", {"Retry-After": str(RETRY_SECONDS)})
+    served.open["choices"] += choices
+    request.scope["choices"].append(choices)
+
+
 async def answer(
     served: Served, body: CompletionBody | ChatBody, asked: Sequence[Prompt | list[int]], request: Request
 ) -> Response:
@@ -276,18 +303,20 @@ async def answer(
             f"{len(asked)} prompts with n={body.n or 1}: a request has at most {MOST_CHOICES} choices, send several",
         )
     check_stops(served, body)
+    admit(served, len(asked) * (body.n or 1), request)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     prompts: list[list[int]] = []
     limits: list[int] = []
+    for_template = {**tool_kwargs(body.schemas, served.parser, served.tokenizer), **body.for_template}
     for prompt in asked:  # one after the other, so that none is encoded behind one that does not fit
-        prompts.append(await encode(served, prompt))
+        prompts.append(await encode(served, prompt, for_template))
         limits.append(tokens_left(served, body, prompts[-1]))
     choices = [
         parts(served, body, prompt, limit, derive_seed(seed, "choice", place, number))
         for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         for number in range(body.n or 1)
     ]
-    form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]))
+    form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]), served.parser)
     if body.stream:
         return StreamingResponse(events(form, choices), media_type="text/event-stream")
     working = asyncio.ensure_future(gather_parts(choices))
@@ -343,7 +372,9 @@ async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) 
         for index in range(len(choices)):
             yield event(form.opening(index))
     try:
-        async with aclosing(merge_streams(choices)) as pieces:
+        for index, part in enumerate(await gather_parts(choices) if form.body.schemas else ()):
+            yield event(form.chunk(index, part))  # whole, as a call is read at its end
+        async with aclosing(merge_streams([] if form.body.schemas else choices)) as pieces:
             async for index, part in pieces:
                 if part.token_ids or part.finish_reason:
                     yield event(form.chunk(index, part))
@@ -361,20 +392,25 @@ def event(content: Json) -> str:
 
 async def merge_streams(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[tuple[int, Part]]:
     """Yields (index, item) of several streams, in the order in which they come; all are closed at the end."""
-    waiting = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(streams)}
+    pieces: asyncio.Queue[tuple[int, Part] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def drain(index: int, stream: AsyncIterator[Part]) -> None:
+        async with aclosing(stream):
+            async for item in stream:
+                pieces.put_nowait((index, item))
+
+    running = {asyncio.ensure_future(drain(*each)) for each in enumerate(streams)}
+    for task in running:
+        task.add_done_callback(pieces.put_nowait)
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index, item = waiting.pop(task), task.result()
-                if item is not None:
-                    waiting[asyncio.ensure_future(anext(streams[index], None))] = index
-                    yield index, item
+        while running:
+            piece = await pieces.get()
+            if isinstance(piece, asyncio.Task):
+                running.discard(piece)
+                piece.result()
+            else:
+                yield piece
     finally:
-        for task in waiting:
+        for task in running:
             task.cancel()
-        for task in waiting:
-            with suppress(asyncio.CancelledError, ValueError, EngineError):
-                await task
-        for stream in streams:
-            await stream.aclose()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -6,16 +6,19 @@ vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with ignore_eo
 refused unless it is left at the value that asks for nothing.
 """
 
+import inspect
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from data.chat import encode_prompt, render
+from data.tool_parsers import ParsedAnswer, ToolParser
 from data.types import SamplingParams
 from workers.rollout import COLDEST
 
@@ -31,9 +34,15 @@ Json = dict[str, Any]
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 DEFAULTS = (None, 0, False, "", [], {}, "none", {"type": "text"})  # values that ask for nothing
 NOT_HERE = (
-    "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo", "tools", "tool_choice", "functions",
-    "function_call", "response_format", "audio", "modalities", "prediction", "reasoning_effort", "web_search_options",
+    "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo", "functions", "function_call",
+    "response_format", "audio", "modalities", "prediction", "reasoning_effort", "web_search_options",
 )  # fmt: skip
+NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "stop": ""}
+OUR_OWN = {  # arguments of templates that a request may not set
+    name
+    for function in (PreTrainedTokenizerBase.apply_chat_template, encode_prompt, render)
+    for name in inspect.signature(function).parameters
+}
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are not a whole character yet
 ALTERNATIVES = "this server knows the log-prob of each sampled token, and not those of others"
 
@@ -74,6 +83,7 @@ class Body(BaseModel):
         if len(body) > MOST_FIELDS:
             raise ValueError(f"a request has at most {MOST_FIELDS} fields, and this one {len(body)}")
         check_characters(body)
+        body = {name: value for name, value in body.items() if value not in (None, NEUTRAL.get(name))}
         for name in NOT_HERE:
             if name in body and body[name] not in DEFAULTS:
                 raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
@@ -101,6 +111,14 @@ class Body(BaseModel):
     @property
     def longest(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def for_template(self) -> Json:
+        return {}
+
+    @property
+    def schemas(self) -> list[Json]:
+        return []
 
     @property
     def stops(self) -> list[str]:
@@ -133,6 +151,9 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(None, ge=1, lt=TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    tools: Annotated[list[Json], Field(max_length=128)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
 
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
@@ -140,11 +161,27 @@ class ChatBody(Body):
     def check(self) -> "ChatBody":
         if self.top_logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs}: {ALTERNATIVES}: leave it out")
+        for tool in self.tools or ():
+            match tool:
+                case {"type": "function", "function": {"name": str()}}:
+                    pass
+                case _:
+                    raise ValueError('a tool is {"type": "function", "function": {"name": …}}')
+        if own := [name for name in self.chat_template_kwargs or () if name in OUR_OWN]:
+            raise ValueError(f"chat_template_kwargs may not hold {own[0]}, which this server sets itself")
         return self
 
     @property
     def wants_log_probs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def for_template(self) -> Json:
+        return self.chat_template_kwargs or {}
+
+    @property
+    def schemas(self) -> list[Json]:
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def longest(self) -> int | None:
@@ -174,10 +211,13 @@ class ResponseBuilder:
 
     Args:
         token_text: token id → its text.
+        parser: finds calls of the tools in an answer.
     """
 
-    def __init__(self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], token_text: Any) -> None:
-        self.body, self.prompts, self.token_text = body, prompts, token_text
+    def __init__(
+        self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], token_text: Any, parser: ToolParser
+    ) -> None:
+        self.body, self.prompts, self.token_text, self.parser = body, prompts, token_text, parser
         self.is_chat = isinstance(body, ChatBody)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
         self.created = int(time.time())
@@ -214,6 +254,8 @@ class ResponseBuilder:
         if self.is_chat:
             role = {"role": "assistant"} if place == "message" else {}
             choice[place] = {**role, "content": part.text}
+            if calls := self.calls(part):
+                choice |= {"finish_reason": "tool_calls", place: {**role, **calls}}
         else:
             choice["text"] = part.text
         if self.body.wants_log_probs:
@@ -221,6 +263,17 @@ class ResponseBuilder:
         if self.body.return_token_ids:
             choice |= {"token_ids": part.token_ids, "prompt_token_ids": self.prompts[index // (self.body.n or 1)]}
         return choice
+
+    def calls(self, part: Part) -> Json:
+        """Returns the content and the calls of an answer; {}: it calls no tool."""
+        schemas = {tool["function"]["name"]: tool for tool in self.body.schemas}
+        parsed = self.parser.parse(part.text, schemas) if schemas else ParsedAnswer(part.text)
+        calls = [
+            {"index": index, "id": f"call_{uuid4().hex}", "type": "function"}
+            | {"function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+            for index, call in enumerate(parsed.calls)
+        ]
+        return {"content": parsed.text or None, "tool_calls": calls} if calls else {}
 
     def chat_log_probs(self, part: Part) -> Json:
         entries = []
@@ -240,6 +293,25 @@ def check_characters(body: Json) -> None:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the body holds {error.object[error.start]!r}, which is half a character") from error
+
+
+def with_text(message: Json) -> Json:
+    """Returns a message as templates take it: contents as a string, and arguments of calls as they are, not as JSON.
+
+    Raises:
+        ValueError: a part of the content is no text, or a call is none.
+    """
+    changed = {"content": as_string(message["content"])} if "content" in message else {}
+    if "tool_calls" in message:
+        try:
+            calls = [(call, call["function"], call["function"]["arguments"]) for call in message["tool_calls"]]
+            changed["tool_calls"] = [
+                {**call, "function": {**function, "arguments": json.loads(told) if isinstance(told, str) else told}}
+                for call, function, told in calls
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError('tool_calls holds {"function": {"name": …, "arguments": JSON}}') from error
+    return message | changed
 
 
 def as_string(content: Any) -> Any:
