@@ -217,16 +217,20 @@ class Rollout:
                 f"{name} returned {len(done.token_ids)} token_ids and {len(done.log_probs)} log_probs for request "
                 f"{request.id}: a log-prob for each token, and at most request.sampling.max_tokens={most} tokens."
             )
-        for one in done.token_ids:
-            if not is_number(one, int, numbers.Integral) or not 0 <= one < self.vocab_size:
-                rule = f"they are integers from 0 to {self.vocab_size - 1}"
-                raise ValueError(f"{name} returned the token id {one!r} for request {request.id}: {rule}.")
-        for place, one in enumerate(done.log_probs, start=1):
-            if not is_number(one, float, numbers.Real) or one > ROUNDED:
-                rule = "they are numbers, and not above 0"
-                raise ValueError(f"{name} returned the log-prob {one!r} for request {request.id}: {rule}.")
-            if not math.isfinite(one):
-                raise divergence(self.weight_version, f"request {request.id}, token {place} of its response")
+        last = self.vocab_size - 1
+        for what, values, kind, low, high, rule in (
+            ("token id", done.token_ids, numbers.Integral, 0, last, f"they are integers from 0 to {last}"),
+            ("log-prob", done.log_probs, numbers.Real, -math.inf, ROUNDED, "they are numbers, and not above 0"),
+        ):
+            fits = all(issubclass(each, kind) and each is not bool for each in {*map(type, values)})
+            if fits and low <= min(values, default=low) <= max(values, default=low) <= high:
+                continue  # there may be millions
+            for one in values:
+                if isinstance(one, bool) or not isinstance(one, kind) or one < low or one > high:
+                    raise ValueError(f"{name} returned the {what} {one!r} for request {request.id}: {rule}.")
+        if not math.isfinite(sum(done.log_probs)):
+            place = [math.isfinite(one) for one in done.log_probs].index(False) + 1
+            raise divergence(self.weight_version, f"request {request.id}, token {place} of its response")
         return done
 
     @contextmanager
@@ -463,11 +467,6 @@ def check_completions(engine: Rollout, requests: Sequence[Request], completions:
         if done.id != request.id:
             raise ValueError(f"{name} returned that of request {done.id} where that of {request.id} belongs: {rule}.")
         engine.check_completion(request, done)
-
-
-def is_number(value: Any, usual: type, kind: type) -> bool:
-    """Says whether `value` is of a `kind` of numbers, most often a `usual` one, and no truth value."""
-    return type(value) is usual or (isinstance(value, kind) and not isinstance(value, bool))
 
 
 def sample_of(request: Request, done: Completion) -> Sample:
