@@ -62,7 +62,7 @@ def train(config: Config, parts: Parts) -> dict[str, float]:
     try:
         return action_of(config).act(parts.build_trainer(config, roles_of(pools, config.actor_rollout_ref)))
     finally:
-        for group in distinct_groups(pools):
+        for group in reversed(distinct_groups(pools)):
             group.close()
         if parts.environment is not None:
             with warns_of_close("the environment"):

@@ -262,7 +262,8 @@ class RemoteWorker:
 
     def place(self, driver: str) -> tuple[int, str]:
         """Returns this process, and its machine's address if the driver's is another."""
-        return os.getpid(), ray.util.get_node_ip_address().replace(driver, "")
+        host = ray.util.get_node_ip_address()
+        return os.getpid(), "" if host == driver else host
 
     def open_store(self, size: int, alone: bool) -> tuple[str, int]:
         """Opens the store, on rank 0. Returns the address at which the others find it, which all are on this machine
