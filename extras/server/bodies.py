@@ -74,6 +74,7 @@ class Body(BaseModel):
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
+    not_here: ClassVar[tuple[str, ...]] = NOT_HERE
 
     @model_validator(mode="before")
     @classmethod
@@ -84,10 +85,10 @@ class Body(BaseModel):
             raise ValueError(f"a request has at most {MOST_FIELDS} fields, and this one {len(body)}")
         check_characters(body)
         body = {name: value for name, value in body.items() if value not in (None, NEUTRAL.get(name))}
-        for name in NOT_HERE:
+        for name in cls.not_here:
             if name in body and body[name] not in DEFAULTS:
                 raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
-        return {name: value for name, value in body.items() if name not in (*NOT_HERE, *IGNORED)}
+        return {name: value for name, value in body.items() if name not in (*cls.not_here, *IGNORED)}
 
     @model_validator(mode="after")
     def check_sampling(self) -> "Body":
@@ -132,6 +133,7 @@ class CompletionBody(Body):
     logprobs: int | None = Field(None, ge=0)
 
     object_name = chunk_name = "text_completion"
+    not_here = (*NOT_HERE, "tools", "tool_choice")
 
     @model_validator(mode="after")
     def check(self) -> "CompletionBody":
