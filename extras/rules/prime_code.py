@@ -79,7 +79,7 @@ def compute_score(
         if time.monotonic() > end:
             break
         cpu_seconds = CPU_SECONDS_ALONE if index < first else CPU_SECONDS
-        results.append(run_case(program, cases, index, cpu_seconds, end, memory_mb, anyway))
+        results.append(run_case(program, cases, index, cpu_seconds, end, memory_mb=memory_mb, anyway=anyway))
         failed = any(result["result"] is not True for result in results)
         if results[-1]["result"] == TOO_SLOW or (failed and index + 1 >= first):
             break
@@ -89,15 +89,15 @@ def compute_score(
 
 
 def run_case(
-    program: str, cases: TestCases, index: int, cpu_seconds: float, end: float, memory_mb: int, anyway: bool
+    program: str, cases: TestCases, index: int, cpu_seconds: float, end: float, **limits: Any
 ) -> dict[str, Any]:
     """Returns {case, result: True, False, -1 (an error), -2 (no program) or -3 (too slow), output, error}.
 
-    It ends at `end`, of time.monotonic()."""
+    It ends at `end`, of time.monotonic(); `limits` are run_python's others."""
     secret, left = secrets.token_hex(16), max(0.0, end - time.monotonic())
     given, then = cases.stdin_of(index), cases.checks_of(index, secret)
-    limits = {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "memory_mb": memory_mb, "files_mb": FILES_MB}
-    done = run_python(program, given, then=then, anyway=anyway, **limits)
+    limits |= {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "files_mb": FILES_MB}
+    done = run_python(program, given, then=then, **limits)
     output = without_secret(done.output, secret) if then else done.output
     result = judge(done.status, output, cases.outputs[index], by_value=cases.function is not None)
     error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]

@@ -66,10 +66,7 @@ def run_python(
         files_mb: MiB that it may write to files, and as output.
         readable: files and folders that it may read, beside Python and the system's libraries.
         processes: whether it may start other programs, as a shell does; the same fences hold them.
-        anyway: whether it runs where the fences of this system leave the sandbox open.
-
-    Raises:
-        ConfigError: they do.
+        anyway: whether it runs where the fences of this system leave the sandbox open: else that is a ConfigError.
     """
     with ExitStack() as opened:
         folder = opened.enter_context(own_folder())
@@ -80,16 +77,8 @@ def run_python(
         started, ready = os.pipe()
         opened.callback(os.close, started)
         cpu_seconds = math.ceil(seconds if cpu_seconds is None else cpu_seconds) + GRACE_SECONDS
-        numbers = (
-            sources.fileno(),
-            ready,
-            cpu_seconds,
-            memory_mb,
-            files_mb,
-            int(processes),
-            int(anyway),
-            *map(len, texts),
-        )
+        limits = (cpu_seconds, memory_mb, files_mb, int(processes), int(anyway))
+        numbers = (sources.fileno(), ready, *limits, *map(len, texts))
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", child.__file__, os.pathsep.join(map(str, readable)), *map(str, numbers)],
             **{"stdin": given, "stdout": output, "stderr": errors},
