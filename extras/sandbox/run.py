@@ -57,7 +57,6 @@ def run_python(
     anyway: bool = False,
 ) -> Finished:
     """Runs the program `code` in a process of its own, for at most `seconds` on the clock from its first line on.
-
     When this returns, the process and all it started is gone, and so is its folder.
 
     Args:
