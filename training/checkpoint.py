@@ -166,13 +166,12 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(root: Path, files: Iterable[Path]) -> None:
-    """Raises ValueError if one of the `files` of the checkpoint `root` is not as it was written, as far as is known."""
+    """Raises ValueError if one of the `files` of a checkpoint, which may have no sums, is not as it was written."""
     path = root / SUMS_FILE
     try:
         sums = json.loads(path.read_text()) if path.exists() else {}
         for path in files:
-            name = str(path.relative_to(root))
-            if name in sums and sums[name] != sum_of(path):
+            if sums and sums.get(str(path.relative_to(root))) != sum_of(path):
                 raise ValueError("its bytes are not those that were written")
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error

@@ -329,11 +329,12 @@ def test_one_server_takes_weights_either_way(
     [
         ("{}", r"openai\.base_url=None: set the server's address"),
         ("{url: 'http://a'}", r"openai=\['url'\]: it holds base_url, api_key, .*, weights_timeout, and nothing"),
+        ("{base_url: 'http://a', api_key_env: NO_SUCH}", "openai.api_key_env=NO_SUCH: the environment has no such"),
         ("{base_url: 'http://a', weight_transfer: rdma}", "weight_transfer=rdma is none of shared_memory, nccl"),
     ],
 )
 def test_settings_are_refused_by_name(settings: str, words: str):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ValueError, match=words):
         check_machine(compose("actor_rollout_ref.rollout.name=openai", f"{OWN}={settings}"))
 
 

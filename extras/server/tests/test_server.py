@@ -605,6 +605,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
     ("overrides", "message"),
     [
         (["server.host=0.0.0.0"], "server.host=0.0.0.0 lets others in: set server.api_key_env"),
+        (["server.host=0.0.0.0", "server.api_key_env=NONE"], "server.api_key_env=NONE: the environment has no such"),
         (["server.port=70000"], "server.port=70000 must be at most 65535"),
         (["server.host=192.0.2.1", "server.api_key=x"], "cannot be listened at"),
         (["server.takes_weights=true"], "server.takes_weights=true with rollout.name=hf, server.host=127.0.0.1"),
