@@ -153,7 +153,7 @@ def findings(batch: DataProto, metrics: Metrics, config: Config, tokenizer: PreT
         yield f"{untrained} of {len(batch)} rows have no token that is trained: see end_reason above."
     yield from response_findings(batch, config)
     if teaches_nothing(metrics):
-        yield likeliest_cause(metrics)
+        yield likeliest_cause(metrics, config.actor_rollout_ref.actor.entropy_coeff)
 
 
 def prompt_findings(prompts: list[list[int]], config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

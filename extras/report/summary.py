@@ -142,7 +142,7 @@ def about_end(run: RunRecord) -> str:
 def findings(run: RunRecord) -> list[Finding]:
     """Lists what looks wrong, warnings first."""
     known, listed = words()["findings"], []
-    for look in (beyond_limits, about_signal, about_rollouts, about_numbers, about_validations):
+    for look in (beyond_limits, about_signal, about_entropy, about_rollouts, about_numbers, about_validations):
         for name, values in look(run, known):
             entry = known[name] | values
             listed.append(Finding(entry["level"], entry["text"].format(**entry), entry["remedy"].format(**entry)))
@@ -165,7 +165,7 @@ def beyond_limits(run: RunRecord, known: Entries) -> Found:
 
 
 def about_signal(run: RunRecord, known: Entries) -> Found:
-    """Finds steps in a row that taught nothing, and a policy that has become certain."""
+    """Finds steps in a row that taught nothing."""
     names = ("score/min", "score/max", "advantages/min", "advantages/max")
     ends = [dict(points(run, f"critic/{name}")) for name in names]
     limit = number(run, "trainer.no_signal_steps", 10) or 0
@@ -182,11 +182,27 @@ def about_signal(run: RunRecord, known: Entries) -> Found:
         cause = next((text.partition("): ")[2] for text in texts if "taught nothing" in text), cause)
         values = {"value": len(longest), "first": longest[0], "last": longest[-1], "cause": cause, "limit": limit}
         yield "no_signal", values
-    before, after = mean(points(run, "actor/entropy")[:WINDOW]), late(run, "actor/entropy")
-    if len(points(run, "actor/entropy")) > WINDOW and after < known["entropy"]["limit"] * before > 0:
-        mastered = (late(run, "group/all_pass_frac") or 0.0) > known["ties"]["limit"]
-        level = {"level": "note"} if mastered else {}
-        yield "entropy", {"first": short(before), "last": short(after), **level}
+
+
+def about_entropy(run: RunRecord, known: Entries) -> Found:
+    """Finds a policy that has become certain though its scores are not near their best."""
+    curve, entry = points(run, "actor/entropy"), known["entropy"]
+    before, after = mean(curve[:WINDOW]), mean(curve[-WINDOW:])
+    if len(curve) <= WINDOW or not after < entry["limit"] * before:
+        return
+    lows, score, highs = (
+        points(run, "critic/score/min"),
+        late(run, "critic/score/mean"),
+        points(run, "critic/score/max"),
+    )
+    if lows and score is not None and highs:
+        best, least = max(value for _, value in highs), min(value for _, value in lows)
+        if best - score < entry["near_best"] * (best - least):
+            return
+    in_use = number(run, "actor_rollout_ref.actor.entropy_coeff", 0.0) or 0.0
+    told = "" if score is None else f" of {short(score)}"
+    values = {"first": short(before), "last": short(after), "score": told, "coeff": max(entry["coeff"], 2 * in_use)}
+    yield "entropy", values
 
 
 def about_rollouts(run: RunRecord, known: Entries) -> Found:

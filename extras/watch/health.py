@@ -15,6 +15,7 @@ from training.messages import print_samples, spread
 
 MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
 SHOWN = 2  # responses that are printed of a step that taught nothing
+ENTROPY_COEFF = 0.2  # to try where a policy has to look further; twice the weight in use where that is more
 STRAY = 0.05  # of the rows, or of the range of scores: so few are taken for stray samples, and not for a signal
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Watch(Observer):
         settings, self.alarms = run.config.trainer, []
         if isinstance(settings, Settings):
             self.alarms = [
-                NoSignal(settings.no_signal_steps, run.tokenizer),
+                NoSignal(settings.no_signal_steps, run.tokenizer, run.config.actor_rollout_ref.actor.entropy_coeff),
                 MismatchAlarm(settings.max_rollout_mismatch),
             ]
 
@@ -71,9 +72,10 @@ class NoSignal:
     many such stretches: it warns of the 1st, the 10th, the 100th and the 1000th.
     """
 
-    def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase, entropy_coeff: float = 0.0) -> None:
         self.limit = limit
         self.tokenizer = tokenizer
+        self.entropy_coeff = entropy_coeff
         self.taught: deque[float] = deque(maxlen=limit)  # shares of rows
         self.is_silent, self.times = False, 0
 
@@ -85,7 +87,7 @@ class NoSignal:
         self.times += begins
         if begins and self.times in (1, 10, 100, 1000):
             again = f", for the {self.times}th time" if self.times > 1 else ""
-            cause = likeliest_cause(metrics)
+            cause = likeliest_cause(metrics, self.entropy_coeff)
             logger.warning("%d steps in a row taught nothing%s (trainer.no_signal_steps): %s", self.limit, again, cause)
             shown = spread(EpisodeRows(batch).scores().tolist(), SHOWN)
             print_samples("of a step that taught nothing", batch, self.tokenizer, shown)
@@ -104,8 +106,11 @@ def teaches_nothing(metrics: Mapping[str, float]) -> bool:
     return scores_tie or metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0
 
 
-def likeliest_cause(metrics: Mapping[str, float]) -> str:
-    """Explains why a step taught nothing, and what to do about it: the first of the known causes that fits."""
+def likeliest_cause(metrics: Mapping[str, float], entropy_coeff: float = 0.0) -> str:
+    """Explains why a step taught nothing, and what to do about it: the first of the known causes that fits.
+
+    `entropy_coeff` is the weight in use, above which the advice lies.
+    """
     late, broken = (int(metrics.get(f"reward/{outcome}", 0)) for outcome in ("timeout", "error"))
     if late or broken:
         return (
@@ -127,7 +132,8 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
     if STRAY * (best - least) < mean - least < (1 - STRAY) * (best - least):
         return (
             "the samples of a prompt always score alike. Raise actor_rollout_ref.rollout.n or the temperature, use a "
-            "reward that tells answers apart, or set actor_rollout_ref.actor.entropy_coeff=0.2."
+            "reward that tells answers apart, or set "
+            f"actor_rollout_ref.actor.entropy_coeff={max(ENTROPY_COEFF, 2 * entropy_coeff):g}."
         )
     score, all_of = best if 2 * mean > least + best else least, "nearly every" if best > least else "every"
     long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5

@@ -143,10 +143,25 @@ def test_settings_of_the_run_are_its_thresholds():
     assert findings(record(ties | far, config={"trainer": {"no_signal_steps": 0, "max_rollout_mismatch": None}})) == []
 
 
-def test_a_single_token_is_not_cut_and_a_mastered_task_is_a_note():
+def test_a_single_token_is_not_cut():
     assert findings(record({"response_length/clip_ratio": [1.0], "response_length/max": [1.0]})) == []
-    certain = {"actor/entropy": [1.0] * 10 + [0.0] * 10, "group/all_pass_frac": [0.9] * 20}
-    assert [finding.level for finding in findings(record(certain))] == ["note"]
+
+
+@pytest.mark.parametrize(("late_score", "is_said"), [(0.99, False), (0.91, False), (0.89, True), (0.5, True)])
+def test_an_entropy_that_collapsed_is_said_only_where_the_score_is_not_near_its_best(late_score, is_said):
+    scores = {"critic/score/min": [0.0] * 20, "critic/score/max": [0.0] + [1.0] * 19}
+    scores |= {"critic/score/mean": [0.1] * 10 + [late_score] * 10}
+    said = findings(record({"actor/entropy": [4.0] * 10 + [0.1] * 10} | scores))
+    assert [f"its mean score of {late_score:g} is not near the best" in finding.text for finding in said] == (
+        [True] if is_said else []
+    )
+
+
+@pytest.mark.parametrize(("in_use", "advised"), [(0.0, "0.2"), (0.05, "0.2"), (0.2, "0.4"), (0.5, "1")])
+def test_the_entropy_coeff_that_is_advised_is_above_the_one_in_use(in_use, advised):
+    config = {"actor_rollout_ref": {"actor": {"entropy_coeff": in_use}}}
+    [finding] = findings(record({"actor/entropy": [1.0] * 10 + [0.0] * 10}, config=config))
+    assert f"entropy_coeff={advised}, " in finding.remedy
 
 
 def test_a_checkpoint_of_the_best_validation_is_named(tmp_path):

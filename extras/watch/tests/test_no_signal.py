@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 
+from configs.paths import ROOT
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from extras.watch.health import MEAN_MISMATCH, MismatchAlarm, NoSignal, likeliest_cause, teaches_nothing
+from extras.watch.health import ENTROPY_COEFF, MEAN_MISMATCH, MismatchAlarm, NoSignal, likeliest_cause, teaches_nothing
 from tests.batches import padded
 
 TIES = {
@@ -95,6 +96,16 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
 )
 def test_the_likeliest_cause_is_the_first_that_fits(metrics, cause):
     assert re.search(cause, likeliest_cause({**LENGTHS, **metrics}))
+
+
+def test_the_entropy_coeff_that_is_advised_is_one_figure_everywhere_and_above_the_one_in_use():
+    ties = {**LENGTHS, **TEACHES, "critic/advantages/max": 0.0}
+    assert likeliest_cause(ties, 0.3).endswith("entropy_coeff=0.6.")
+    assert f"coeff: {ENTROPY_COEFF:g}  #" in (ROOT / "extras/report/summary.yaml").read_text()
+    advice = re.findall(
+        r"[Ss]et `actor_rollout_ref.actor.entropy_coeff=(.*?)`", (ROOT / "docs/environments.md").read_text()
+    )
+    assert {*map(float, advice)} == {ENTROPY_COEFF}
 
 
 def test_it_is_said_once_in_a_row_and_again_the_tenth_time(caplog):
