@@ -320,13 +320,18 @@ def test_the_score_lands_on_the_last_token_of_the_policy_and_nowhere_in_failed_r
 
 
 def test_text_of_the_environment_earns_nothing(tmp_path):
-    batch = rollout("[42]", "4[1]2", reward_model=[{"ground_truth": "42"}] * 2)
+    batch = rollout("[42]", "42[1]", reward_model=[{"ground_truth": "42"}] * 2)
     view = reward_view(batch, TOKENIZER)
     assert [*view.responses] == ["", "42"]
     assert [*view.prompts] == ["2+2="] * 2 and [*view.ground_truths] == ["42"] * 2
     reward = FunctionReward(lambda solution_str, ground_truth: float(ground_truth in solution_str))
     scores, *_ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
     assert scores.sum(1).tolist() == [0.0, 1.0]
+
+
+def test_answers_of_several_turns_are_not_read_as_one():
+    batch = rollout("1[ok]2 of", "12", "[ok]1[ok]2", "[ok]")
+    assert [*reward_view(batch, TOKENIZER).responses] == ["1\n2 of", "12", "1\n2", ""]
 
 
 def test_a_reward_per_token_stays_where_it_is():

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress, groupby
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -107,15 +109,21 @@ def reward_name(reward: Callable) -> str:
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """Builds what a reward reads of B rollouts: texts `prompts`, `responses`, `ground_truths`, the dataset's columns.
 
-    `data.responses` are texts of what the policy produced alone (response_mask 1), without special tokens. The tensors
+    `data.responses` are texts of what the policy produced alone (`policy_text`), without special tokens. The tensors
     of `data.batch`, ["responses"], ["attention_mask"] …, are those of the batch, as verl's managers read them.
     """
-    rows = zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
-    policy_ids = [ids[mask.bool()].tolist() for ids, mask in rows]
+    rows = [*zip(batch.batch["responses"].tolist(), batch.batch["response_mask"].tolist(), strict=True)]
     prompts = tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True)
-    view = with_texts(batch, prompts, tokenizer.batch_decode(policy_ids, skip_special_tokens=True))
-    view.non_tensor_batch["response_ids"] = object_array(policy_ids)
+    view = with_texts(batch, prompts, [policy_text(*row, tokenizer) for row in rows])
+    view.non_tensor_batch["response_ids"] = object_array([[*compress(*row)] for row in rows])
     return view
+
+
+def policy_text(token_ids: Sequence[int], policy_mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Decodes what the policy said in a row, each turn alone and on a line of its own: "1", "2" is never 12."""
+    runs = groupby(zip(token_ids, policy_mask, strict=True), key=itemgetter(1))
+    turns = [[token for token, _ in run] for policy, run in runs if policy]
+    return "\n".join(tokenizer.batch_decode(turns, skip_special_tokens=True))
 
 
 def view_of_rows(rows: Sequence[Row], responses: Sequence[str], validate: bool = False) -> DataProto:
@@ -138,7 +146,7 @@ def view_of_rows(rows: Sequence[Row], responses: Sequence[str], validate: bool =
 
 def policy_ids(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Lists the tokens of the policy in the rows of a sample's record (extras/report/transcripts.py)."""
-    return [id for row in rows for id, policy in zip(row["token_ids"], row["policy_mask"], strict=True) if policy]
+    return [id for row in rows for id in compress(row["token_ids"], row["policy_mask"])]
 
 
 def with_texts(batch: DataProto, prompts: list[str], responses: list[str]) -> DataProto:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from data.protocol import DataProto
 from data.types import Sample
 from training.episode_rows import EpisodeRows
-from training.reward import policy_ids
+from training.reward import policy_text
 
 Record = dict[str, Any]
 
@@ -93,17 +93,15 @@ def sample_rows(
 def read_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase, is_episode: bool) -> Record:
     """Decodes the rows of a sample for people: input and output, and of an episode its turns.
 
-    The `response` of an episode is what its reward is given, without the dots between turns.
+    The `response` of an episode is what its reward is given, with lines for the dots between turns.
     """
-    said = policy_ids(rows)
+    said = [policy_text(row["token_ids"], row["policy_mask"], tokenizer) for row in rows]
     if is_episode:
         turns = turn_texts(rows, tokenizer)
         output = " · ".join(turn["response"] for turn in turns)
         texts = {"input": turns[0]["prompt"] if turns else "", "output": output, "turns": turns}
-        return texts | {"response": tokenizer.decode(said, skip_special_tokens=True)}
-    [row] = rows
-    shown, output = tokenizer.batch_decode([row["prompt_ids"], said], skip_special_tokens=True)
-    return {"input": shown, "output": output}
+        return texts | {"response": "\n".join(said)}
+    return {"input": tokenizer.decode(rows[0]["prompt_ids"], skip_special_tokens=True), "output": said[0]}
 
 
 def span_of_versions(row: Record) -> list[int]:

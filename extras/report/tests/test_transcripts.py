@@ -61,6 +61,7 @@ def test_a_record_says_what_was_shown_said_and_earned():
         {"prompt": shown[2], "response": "", "reward": 0.0},
     ]
     about = {"step": 3, "input": "FGH", "output": "KK · L · ", "score": 1.5, "success": True, "reset_seed": 77}
+    assert record["response"] == "KK\nL"
     assert record.items() >= about.items() and record["end_reason"] == "terminated"
     assert record["rows"] == [
         {
