@@ -155,6 +155,32 @@ def test_tools_beside_an_environment_are_called_between_its_turns(tmp_path: Path
     assert batch.non_tensor_batch["__num_turns__"][0] == 5 and batch.invalid_actions[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("width", "said", "end"),
+    [
+        (400, ["twice(1)", "2", "2", "2"], "terminated"),
+        (10, ["twice(1)"], "context_full"),
+        (16, ["twice(1)", "22"], "max_tokens"),
+        (9, ["twice(1)"], "max_tokens"),
+    ],
+)
+def test_a_tool_pays_for_the_whole_episode_however_that_ends(width, said, end, tmp_path, monkeypatch):
+    async def half(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.5
+
+    monkeypatch.setattr(FunctionTool, "calc_reward", half)
+    tools = "actor_rollout_ref.rollout.multi_turn"
+    (tmp_path / "tools.py").write_text("def twice(number: int) -> int:\n    'Doubles it.'\n    return 2 * number\n")
+    called = (f"{tools}.enable=true", f"{tools}.function_tool_path={tmp_path}/tools.py", f"{tools}.format=plain")
+    config, game = counting(*called, f"data.max_response_length={width}")
+    answers = iter(said)
+    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: next(answers)), [11])
+    earned = sum(float(answer) for answer in said[1:] if len(answer) == 1)
+    assert (batch.end_reason[0], batch.episode_return[0]) == (end, earned + 0.5)
+    last = batch.response_mask[0].nonzero()[-1]
+    assert batch.token_level_scores.sum() == earned + 0.5 and batch.token_level_scores[0, last] >= 0.5
+
+
 def test_ids_are_the_engines_where_encoding_their_text_gives_others():
     vocabulary = {"<end>": 0, "1": 1, "0": 2, "2": 3, "3": 4, "00": 5, "<user>": 6, "<assistant>": 7, "4": 8}
     merged = Tokenizer(models.BPE(vocabulary, [("0", "0")]))

@@ -385,7 +385,7 @@ def test_the_lifecycle_of_verls_tools():
 
     async def conversation() -> tuple[Any, Any]:
         first = await episode.step(called("shout", text="a"))
-        last = await episode.step("bye")
+        last = await episode.finish()
         await episode.close()
         return first, last
 
@@ -417,7 +417,7 @@ def test_rewards_of_tools_are_numbers_lists_or_none(call, whole, earned):
 
     async def conversation() -> tuple[Any, Any]:
         episode = ToolEpisode(row("go"), toolbox(Paying()))
-        return await episode.step(called("weather", city="Rome")), await episode.step("bye")
+        return await episode.step(called("weather", city="Rome")), await episode.finish()
 
     first, last = asyncio.run(conversation())
     assert first.messages[0]["content"] == "sunny" and (first.reward, last.reward) == earned

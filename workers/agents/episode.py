@@ -75,6 +75,10 @@ class Episode(ABC):
     async def step(self, answer: str) -> Reply:
         """Replies to an answer, a text without special tokens. May raise: the user's code is behind it."""
 
+    async def finish(self) -> Reply:
+        """Returns what the whole episode earns at its end, however it ended. May raise, as `step`."""
+        return Reply()
+
     async def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Gives back what the episode holds."""
 
@@ -111,6 +115,9 @@ class Episode(ABC):
                     observation = chat.increment(reply.messages, done.finish_reason == "stop")
                     end_reason = append_observation(sample, observation, limits, turn)
                 turn += 1
+            reply = await or_episode_error(self.finish())
+            sample.rewards[-1] += reply.reward
+            columns |= reply.columns
         except EpisodeFailed as failure:
             return finish_samples(samples, failure.end_reason, columns, turn, str(failure))
         return finish_samples(samples, end_reason, columns, turn)

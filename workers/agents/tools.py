@@ -239,10 +239,10 @@ class ToolEpisode(Episode):
         parsed = self.toolbox.parse(answer)
         if parsed.calls or parsed.errors:
             if self.at_limit:
-                return await self._end("max_turns")
+                return Reply(end_reason="max_turns")
             reply = await self.toolbox.respond(parsed)
             return self._reply(reply.messages, reply.reward)
-        return await self._end(None) if self.user is None else await self._talk(self.user)
+        return Reply() if self.user is None else await self._talk(self.user)
 
     @property
     def at_limit(self) -> bool:
@@ -260,7 +260,7 @@ class ToolEpisode(Episode):
         is_over, text, score = await user.speak(list(self.messages))
         self.data.turn_scores.append(score)
         if is_over or self.at_limit:
-            return await self._end("terminated" if is_over else "max_turns", score)
+            return Reply(reward=score, end_reason="terminated" if is_over else "max_turns")
         return self._reply([{"role": "user", "content": text}], score)
 
     def _reply(self, messages: list[dict[str, Any]], reward: float) -> Reply:
@@ -268,9 +268,8 @@ class ToolEpisode(Episode):
         self.messages += messages
         return Reply(messages=messages, reward=reward, columns=self.columns)
 
-    async def _end(self, end_reason: str | None, reward: float = 0.0) -> Reply:
-        reward += await self.toolbox.finish()
-        return Reply(reward=reward, end_reason=end_reason, columns=self.columns)
+    async def finish(self) -> Reply:
+        return Reply(reward=await self.toolbox.finish(), columns=self.columns)
 
 
 class ToolsBeside(Episode):
@@ -298,10 +297,11 @@ class ToolsBeside(Episode):
     async def step(self, answer: str) -> Reply:
         parsed = self.toolbox.parse(answer)
         if not parsed.calls and not parsed.errors:
-            reply = await self.game.step(answer)
-            bonus = await self.toolbox.finish() if reply.end_reason else 0.0
-            return replace(reply, reward=reply.reward + bonus)
+            return await self.game.step(answer)
         return replace(await self.toolbox.respond(parsed), columns=self.own_columns)
+
+    async def finish(self) -> Reply:
+        return Reply(reward=await self.toolbox.finish(), columns=self.own_columns)
 
     async def close(self) -> None:
         await self.toolbox.close()

@@ -187,6 +187,9 @@ class UsersEpisode(Episode):
     async def step(self, answer: str) -> Reply:
         return await self._in_time(self.inner.step(answer))
 
+    async def finish(self) -> Reply:
+        return await self._in_time(self.inner.finish())
+
     async def close(self) -> None:
         if self.inner is not None:
             await self._in_time(self.inner.close())
