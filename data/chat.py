@@ -206,7 +206,12 @@ class ChatFormat:
             ValueError: the template does not write these messages behind an answer; names it and the remedy.
         """
         ids = encode_pieces(self.increment_text(as_text(messages, self.tokenizer)), self.tokenizer, begins_text=False)
-        return ids[1:] if stopped and self.terminator is not None and ids[:1] == [self.terminator] else ids
+        return ids[self.end_of_turn(ids) :] if stopped else ids
+
+    def end_of_turn(self, ids: list[int]) -> int:
+        """Counts the tokens at the start of `ids` that end a turn: the template's white space and special token."""
+        count = ids.index(self.terminator) if self.terminator in ids else len(ids)
+        return count + 1 if count < len(ids) and not self.tokenizer.decode(ids[:count]).strip() else 0
 
     def increment_text(self, messages: list[Message]) -> str:
         """Returns the text that the template writes behind an answer when `messages` follow it.

@@ -155,7 +155,7 @@ def as_users_read(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 
 
 def template_terminator(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Returns the special token right after an assistant's message in the chat template, if there is one."""
+    """Returns the special token after an assistant's message in the template, behind white space at most; else None."""
     if not tokenizer.chat_template:
         return None
     marker = "answer-0417"
@@ -163,5 +163,5 @@ def template_terminator(tokenizer: PreTrainedTokenizerBase) -> int | None:
     _, rendered, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(marker)
     if not rendered:  # the template leaves an assistant's turns out
         return None
-    ids = tokenizer.encode(tail, add_special_tokens=False)
+    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False)
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None

@@ -35,6 +35,16 @@ TEMPLATES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
         "<|im_end|>",
     ),
+    "white space before the end, as Llama 2": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' </s>' }}{% else %}"
+        "{{ '<s>[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}",
+        "</s>",
+    ),
+    "white space before the end, as deepseek-coder": (
+        "<s>{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n' }}{% if m.role == 'assistant' %}"
+        "{{ '<|eot|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}",
+        "<|eot|>",
+    ),
     "the tiny model's": (CHAT_TEMPLATE, "<|end|>"),
     "none": (None, "</s>"),
 }
@@ -61,11 +71,13 @@ def test_increments_are_the_whole_conversation(name: str, turns: list[tuple[str,
     ids = chat.prompt_ids(messages)
     for answer, told in turns:
         answer = answer.strip() if "trim" in name else answer
-        said = answer if template else f" {answer}"  # behind "assistant:"
+        said = answer if template and "Llama 2" not in name else f" {answer}"  # behind "assistant:"
         answer_ids = tokenizer.encode(said, add_special_tokens=False)
         new = [{"role": "user", "content": text} for text in told]
         stopped = [*ids, *answer_ids, tokenizer.convert_tokens_to_ids(end), *chat.increment(new, stopped=True)]
         cut = [*ids, *answer_ids, *chat.increment(new, stopped=False)]
+        if "white space" in name:  # which the policy did not write
+            stopped.insert(len(ids) + len(answer_ids), cut[len(ids) + len(answer_ids)])
         assert cut == stopped or name == "none", "an answer that was cut has its end written for it"
         ids = cut
         messages += [{"role": "assistant", "content": answer}, *new]

@@ -352,11 +352,10 @@ class ConversationFormat:
         for place, piece in enumerate(pieces):
             opens = first and place == 0 and self.tokenizer.chat_template is None  # a template writes its own
             ids = self.tokenizer.encode(written.get(piece, piece), add_special_tokens=opens)
-            if piece not in written and ids[:1] == [chat.terminator] and (place or not first):
-                if place:  # else it is the end of the answer before, which has it
-                    yield Part(ids[:1], True)
-                ids = ids[1:]
-            yield Part(ids, piece in written)
+            end = chat.end_of_turn(ids) if piece not in written and (place or not first) else 0
+            if place:  # else it is the end of the answer before, which has it
+                yield Part(ids[:end], True)
+            yield Part(ids[end:], piece in written)
 
     def shown_text(self, messages: list[Message], chat: ChatFormat, first: bool) -> str:
         return chat.render(messages, True) if first else chat.increment_text(messages)
@@ -364,7 +363,7 @@ class ConversationFormat:
     def _check_ends(self, parts: list[Part], chat: ChatFormat) -> None:
         """Prints a notice, once, if an answer's end is not learnt."""
         for part, following in pairwise(parts):
-            if part.learnt and following.ids[0] == chat.terminator:
+            if part.learnt and chat.end_of_turn(following.ids):
                 notice_once(
                     "the chat template's generation markers leave out the token that ends an answer: the model will "
                     "not learn to stop. Put the end of an answer before {% endgeneration %}."

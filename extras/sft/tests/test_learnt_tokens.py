@@ -11,8 +11,9 @@ from extras.sft.settings import SFTDataConfig
 from tests.test_chat import TEMPLATES, tokenizer_with
 
 CHATML, LLAMA, PLAIN = "ChatML, as Qwen and SmolLM2", "headers and a trimmed content, as Llama 3", "none"
+SPACE, LINE = "white space before the end, as Llama 2", "white space before the end, as deepseek-coder"
 MARKED = "generation markers"
-FORMATS = {name: TEMPLATES[name] for name in (CHATML, LLAMA, PLAIN)} | {
+FORMATS = {name: TEMPLATES[name] for name in (CHATML, LLAMA, PLAIN, SPACE, LINE)} | {
     MARKED: (
         "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}"
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
@@ -53,6 +54,9 @@ GOLDEN = {
     LLAMA: "<s><|start|>system<|stop|>\n\nSum.<|eot|><|start|>user<|stop|>\n\n1+1<|eot|><|start|>assistant<|stop|>\n\n"
     "⟦2<|eot|>⟧<|start|>user<|stop|>\n\n2+2<|eot|><|start|>assistant<|stop|>\n\n⟦4<|eot|>⟧",
     PLAIN: "system: Sum.\nuser: 1+1\nassistant:⟦2</s>⟧\nuser: 2+2\nassistant:⟦4</s>⟧",
+    SPACE: "<s>[INST] Sum. [/INST]<s>[INST] 1+1 [/INST]⟦2</s>⟧<s>[INST] 2+2 [/INST]⟦4</s>⟧",
+    LINE: "<s>### system:\nSum.\n### user:\n1+1\n### assistant:\n⟦2<|eot|>⟧\n### user:\n2+2\n### assistant:\n"
+    "⟦4<|eot|>⟧",
 }
 GOLDEN[MARKED] = GOLDEN[CHATML]
 
@@ -80,6 +84,9 @@ BOTH = {
     "\n\n⟦2<|eot|>⟧<|start|>user<|stop|>\n\n⟦2+2<|eot|>⟧<|start|>assistant<|stop|>\n\n⟦4<|eot|>⟧<|start|>user<|stop|>"
     "\n\n⟦bye<|eot|>⟧",
     PLAIN: "system: Sum.\nuser: ⟦1+1⟧\nassistant:⟦2</s>⟧\nuser: ⟦2+2⟧\nassistant:⟦4</s>⟧\nuser: ⟦bye⟧",
+    SPACE: "<s>[INST] Sum. [/INST]<s>[INST] ⟦1+1⟧ [/INST]⟦2</s>⟧<s>[INST] ⟦2+2⟧ [/INST]⟦4</s>⟧<s>[INST] ⟦bye⟧",
+    LINE: "<s>### system:\nSum.\n### user:\n⟦1+1⟧\n### assistant:\n⟦2<|eot|>⟧\n### user:\n⟦2+2⟧\n### assistant:\n"
+    "⟦4<|eot|>⟧\n### user:\n⟦bye⟧",
 }
 BOTH[MARKED] = BOTH[CHATML]
 
