@@ -335,8 +335,17 @@ def test_missing_values_are_dropped_and_their_answers_with_them():
     infos = {"acc": [1.0, None, 0.0], "pred": ["x", "x", "x"], "late": [None, None, None]}
     nested = process_validation_metrics(["s"] * 3, ["p"] * 3, infos)
     assert list(nested["s"]) == ["acc"]
-    assert nested["s"]["acc"]["mean@2"] == 0.5
+    assert nested["s"]["acc"]["mean@3"] == 0.5
     assert nested["s"]["acc"]["maj@2/mean"] == pytest.approx(verl_bootstrap([1.0, 0.0], 2, lambda row: row[0])[0])
+
+
+def test_a_prompt_with_a_missing_value_counts_under_the_same_names_as_others():
+    scores = [1.0, 1.0, 1.0, 1.0, 0.0, None, 0.0, 0.0]
+    metrics = process_validation_metrics(["s"] * 8, [*"ppppqqqq"], {"reward": scores, "pred": [*"1111222x"]})
+    found = metrics["s"]["reward"]
+    assert found["mean@4"] == 0.5 and found["best@4/mean"] == found["maj@4/mean"] == 0.5
+    complete = process_validation_metrics(["s"] * 4, [*"pppp"], {"reward": scores[:4], "pred": [*"1111"]})
+    assert found.keys() == complete["s"]["reward"].keys()
 
 
 def test_variables_of_other_types_have_no_metrics():

@@ -58,14 +58,14 @@ class Scripted:
 
 
 def on_rows(
-    folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("1+1=", "2+3=", "2*3=")
+    folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("1+1=", "2+3=", "2*3="), reward: str = REWARD
 ) -> RayPPOTrainer:
     rows = [
         {"prompt": text, "data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
         for text, source, truth in zip(prompts, ("sums", "sums", "products"), "256", strict=True)
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "val.parquet")
-    (folder / "my_reward.py").write_text(REWARD)
+    (folder / "my_reward.py").write_text(reward)
     config = compose(
         f"reward.custom_reward_function.path={folder}/my_reward.py",
         "actor_rollout_ref.rollout.val_kwargs.n=4",
@@ -108,6 +108,15 @@ def test_several_answers_a_row_are_compared_within_the_row_and_averaged_within_t
     assert metrics["val-core/sums/reward/best@4/mean"] == pytest.approx(expected, abs=0.03)
     assert metrics["val-core/sums/reward/maj@4/mean"] < 0.75  # pred votes; 2+3 wins its vote, 1+1 loses it
     assert rollout.asked == [text for text in truth for _ in range(4)]  # two batches, answers of a row in a row
+
+
+def test_a_prompt_with_an_answer_that_could_not_be_scored_counts_with_the_others(tmp_path):
+    rollout = Scripted(lambda text, times: "?" if (text, times) == ("2+3=", 1) else "2" if text == "1+1=" else "9")
+    strict = REWARD.replace("assert", "assert solution_str != '?' and")
+    metrics, [batch] = on_rows(tmp_path, rollout, "trainer.log_val_generations=0", reward=strict).measure()
+    assert [*batch.end_reason].count("reward_error") == 1
+    assert metrics["val-core/sums/reward/mean@4"] == 0.5
+    assert not any("@3" in name for name in metrics)
 
 
 def test_sampling_of_validation_is_its_own_and_does_not_depend_on_the_step(tmp_path):

@@ -247,8 +247,9 @@ def process_validation_metrics(
 
     `infos_dict` maps a variable ("reward", "acc", "pred", ...) to one value a sample, or to an empty list. With N the
     samples of a prompt: `mean@N`; if N > 1 also `std@N` and, for n = 2, 4, 8 ... below N and for N itself, the
-    bootstrapped `best@n/mean`, `best@n/std`, `worst@n/...` and, if "pred" holds the answers, `maj@n/...`. None values
-    are dropped (a None answer is a vote of its own); variables that hold anything but numbers have no metrics.
+    bootstrapped `best@n/mean`, `best@n/std`, `worst@n/...` and, if "pred" holds the answers, `maj@n/...`. For a sample
+    whose value is None the prompt's others stand (a None answer is a vote of its own); variables that hold anything but
+    numbers have no metrics.
     """
     rows_of_prompt: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):
@@ -264,7 +265,7 @@ def process_validation_metrics(
     for (source, _), rows in rows_of_prompt.items():
         for name, values in columns.items():
             ballots = [{"val": values[row], "pred": answers[row]} for row in rows if values[row] is not None]
-            for metric, value in _prompt_metrics(ballots, seed).items():
+            for metric, value in _prompt_metrics(ballots, len(rows), seed).items():
                 over_prompts[source][name][metric].append(value)
     return {
         source: {
@@ -335,12 +336,11 @@ def _group_verdict(scores: list[float], worst: float, best: float) -> str:
     return "all_fail" if equal(scores[0], worst) else "tie"
 
 
-def _prompt_metrics(ballots: list[dict[str, Any]], seed: int) -> dict[str, float]:
-    """Returns the metrics of one variable over the samples of one prompt; {} unless all its values are numbers."""
+def _prompt_metrics(ballots: list[dict[str, Any]], num_samples: int, seed: int) -> dict[str, float]:
+    """Returns metrics of one variable over those of a prompt's samples that have it; {} unless all are numbers."""
     values = [ballot["val"] for ballot in ballots]
     if not values or not all(isinstance(value, Real | np.bool_) for value in values):
         return {}
-    num_samples = len(values)
     metrics = {f"mean@{num_samples}": float(np.mean(values))}
     if num_samples == 1:
         return metrics

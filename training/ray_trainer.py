@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
 from data.files import dispensable
-from data.protocol import DataProto
+from data.protocol import DataProto, object_array
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
-from data.types import SamplingParams
+from data.types import FAILED_END_REASONS, SamplingParams
 from training.advantage import Estimator, estimator_needs, measure_mismatch, token_level_rewards
 from training.collection import groups_by_signal, update_sampler
 from training.environment import EnvSetup, assign_agents, episode_prompts, episode_seeds
@@ -266,16 +266,18 @@ class RayPPOTrainer(Run):
         return metrics, [batch for _, batch in validations]
 
     def measure_rows(self) -> tuple[Metrics, DataProto]:
-        """Measures val_kwargs.n answers to each validation row, or as many episodes; failed ones count nowhere."""
+        """Measures val_kwargs.n answers to each validation row, or as many episodes; failed ones have no value."""
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
         prompts = (self.as_prompts(rows, f"val-{number}") for number, rows in enumerate(self.val_loader))
         answers = [self.val_answers(part.repeat(n, interleave=True), number) for number, part in enumerate(prompts)]
         batch = concat_scored(answers)
         if "episode" in batch:
             check_failures(batch, self.config.env.max_failed_fraction)
-        ends = valid_episodes(batch)
+        ends = batch.select_idxs(EpisodeRows(batch).last_row)
         columns = {name: ends.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
-        columns["reward"] = ends.batch["token_level_scores"].sum(1).tolist()
+        columns["reward"] = object_array(ends.batch["token_level_scores"].sum(1).tolist())
+        for column in columns.values():
+            column[[reason in FAILED_END_REASONS for reason in ends.end_reason]] = None
         return flatten_validation_metrics(process_validation_metrics(ends.data_source, ends.uid, columns)), batch
 
     def measure_episodes(self) -> tuple[Metrics, DataProto]:
