@@ -38,6 +38,7 @@ from training.core_algos import (
     kl_penalty,
     register_policy_loss,
 )
+from training.losses import CLIPPED
 from training.mini_batches import PolicyUpdates, Update, without_zero_advantages
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
@@ -315,17 +316,20 @@ def test_rows_without_advantage_cost_no_forward_and_the_step_is_the_same(policy:
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name), optim=OptimConfig(lr=1e-2, weight_decay=0.1))
     batch = ragged_batch()
     batch.batch["advantages"][[0, 2, 5, 7]] = 0.0
-    tokens, weights = [], []
+    tokens, weights, shares = [], [], []
     for skips in (False, True):
         actor, seen = make_actor(policy, config), []
         actor.engine.module.base_model.register_forward_pre_hook(
             lambda *call, seen=seen: seen.append(call[2]["input_ids"].numel()), with_kwargs=True
         )
         for _ in range(2):
-            actor.update_policy(without_zero_advantages(batch) if skips else batch, update_of(batch, config))
+            rows = without_zero_advantages(batch) if skips else batch
+            metrics = actor.update_policy(rows, update_of(batch, config))
+        shares.append({name: metrics[name] for name in CLIPPED if name in metrics})
         tokens.append(sum(seen))
         weights.append([parameter.detach() for parameter in actor.engine.module.parameters()])
     assert tokens[1] < 0.7 * tokens[0]
+    assert shares[1] == pytest.approx(shares[0], rel=1e-3)
     assert relative_distance(*weights) < 1e-4  # AdamW divides by gradients whose last bits differ
 
 

@@ -237,6 +237,9 @@ def token_loss(
     return decorate
 
 
+CLIPPED = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")  # 0 where the advantage is, so exact without such rows
+
+
 def clip_metrics(log_ratio: Tensor, clipped: Tensor | None = None, lower: Tensor | None = None) -> dict[str, Tensor]:
     zeros = torch.zeros_like(log_ratio)
     return {
@@ -276,7 +279,8 @@ def dppo_loss(t: Tokens, counted: Tensor, max_ratio: float) -> TokenLosses:
     log_ratio = bound_log_ratio(t.log_ratio)
     ratio = log_ratio.exp()
     losses = zero_masked(-t.advantages * ratio.clamp(max=max_ratio).detach() * t.log_prob, counted)
-    return losses, clip_metrics(log_ratio, ~counted, (ratio > max_ratio) & counted)
+    learns = t.advantages != 0
+    return losses, clip_metrics(log_ratio, learns & ~counted, learns & (ratio > max_ratio) & counted)
 
 
 @token_loss("dppo_tv", silent_at_zero=True)
@@ -417,7 +421,7 @@ def compute_policy_loss_cispo(t: Tokens, config: LossConfig) -> TokenLosses:
     log_ratio = bound_log_ratio(t.log_ratio)
     ratio = log_ratio.exp().detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -t.advantages * bounded * t.log_prob, clip_metrics(log_ratio, ratio != bounded)
+    return -t.advantages * bounded * t.log_prob, clip_metrics(log_ratio, (ratio != bounded) & (t.advantages != 0))
 
 
 @token_loss("dro")

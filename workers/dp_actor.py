@@ -14,6 +14,7 @@ from data.protocol import DataProto
 from data.seeding import forked_rng
 from training.advantage import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.losses import (
+    CLIPPED,
     ReadableNamespace,
     agg_loss,
     call_policy_loss,
@@ -140,7 +141,10 @@ class DataParallelPPOActor(TrainedModel):
         )
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():
-            metrics.add_mean(name, value, tokens)
+            if name in CLIPPED:
+                metrics.add_sum(name, value, tokens / max(1, counts["batch_num_tokens"]))
+            else:
+                metrics.add_mean(name, value, tokens)
         return loss
 
     def micro_batch_loss(self, micro: MicroBatch, update: Update, metrics: PooledMetrics) -> Tensor:

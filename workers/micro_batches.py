@@ -196,12 +196,12 @@ class PooledMetrics:
     means (weighted by their tokens) and maxima. Numbers on a GPU stay there until the end, so that nobody waits."""
 
     def __init__(self) -> None:
-        self._added: list[tuple[str, str, float]] = []  # kind, name, and the weight of a mean
+        self._added: list[tuple[str, str, float]] = []  # kind, name, and weight
         self._values: list[Tensor | float] = []  # of each
 
-    def add_sum(self, name: str, value: Tensor) -> None:
-        self._added.append(("sum", name, 1))
-        self._values.append(value.detach())
+    def add_sum(self, name: str, value: Tensor | float, weight: float = 1) -> None:
+        self._added.append(("sum", name, weight))
+        self._values.append(value.detach() if isinstance(value, Tensor) else value)
 
     def add_mean(self, name: str, value: Tensor | float, weight: float) -> None:
         self._added.append(("mean", name, weight))
