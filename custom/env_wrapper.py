@@ -116,6 +116,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     },
 }
 SETTINGS = {setting.name for setting in fields(TextEnv)} - {"env_id", "env_kwargs", "timeout"}
+OF_ONE_RUN = {"seed", "exclude_seeds", "random_maps", "processes", "timeout"}  # and not of the id
 
 
 def make_env(
@@ -136,7 +137,8 @@ def make_env(
     if module:
         load_module(module)  # registers the id, and may add the entry
     latest = find_highest_version(None, name)  # gymnasium takes it for an id without a version
-    entry, env_kwargs = dict(ENVIRONMENTS.get(name, ENVIRONMENTS.get(f"{name}-v{latest}", {}))), {}
+    entry = dict(ENVIRONMENTS.get(name, ENVIRONMENTS.get(f"{name}-v{latest}", {})))
+    env_kwargs = dict(entry.pop("env_kwargs", {}))
     if unknown := entry.keys() - SETTINGS:
         known = ", ".join(setting.name for setting in fields(TextEnv) if setting.name in SETTINGS)
         raise ValueError(f"ENVIRONMENTS[{name!r}] has {sorted(unknown)}: an entry may hold {known}")
@@ -166,18 +168,20 @@ def make_env(
 
 def make_text_env(
     env_id: str,
-    obs_to_text: Callable[[Any, Any], str] | None = None,
+    observation_to_text: Callable[[Any, Any], str] | None = None,
     text_to_action: Callable[[str], Any | None] | None = None,
     **settings: Any,
 ) -> Any:
-    """Calls `make_env` with these two functions, which become part of the id's entry of `ENVIRONMENTS`.
+    """Calls `make_env` with these two functions and settings, which become the id's entry of `ENVIRONMENTS`.
 
     In a module of yours, `make_text_env("CartPole-v1", my_text, my_action)` makes `env.id=my_module:CartPole-v1` a run.
     """
     module, name, _ = split_id(env_id)
     if module:
         load_module(module)
-    functions = {"observation_to_text": obs_to_text, "text_to_action": text_to_action}
-    hooks = {key: function for key, function in functions.items() if function is not None}
-    ENVIRONMENTS[name] = {**ENVIRONMENTS.get(name, {}), **hooks}
+    settings |= {"observation_to_text": observation_to_text, "text_to_action": text_to_action}
+    given = {key: value for key, value in settings.items() if value is not None and key not in OF_ONE_RUN}
+    entry = ENVIRONMENTS.get(name, {})
+    env_kwargs = {**entry.get("env_kwargs", {}), **{key: given.pop(key) for key in given.keys() - SETTINGS}}
+    ENVIRONMENTS[name] = {**entry, "env_kwargs": env_kwargs, **given}
     return make_env(env_id, **settings)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from custom.env_wrapper import ENVIRONMENTS, make_env, make_text_env
 from extras.gym.space_text import SpaceText, number_text
+from tests.runs import compose
+from training.environment import build_environment
 
 INF = float("inf")
 CAR = spaces.Dict(gas=spaces.Box(0, 1, (1,)), steer=spaces.Box(-1, 1, (1,)), gear=spaces.Discrete(5, start=1))
@@ -249,3 +251,16 @@ def test_two_functions_make_any_id_an_environment(monkeypatch):
     again = make_env("CartPole-v1", max_turns=3)  # the functions are the id's from now on
     assert again.reset(0) == "falling" and again.max_turns == 3
     assert make_text_env("CartPole-v1", max_turns=2, instruction="Stand!").reset(0) == "Stand!\n\nfalling"
+
+
+def test_what_an_id_was_made_with_reaches_the_run(monkeypatch):
+    monkeypatch.setitem(ENVIRONMENTS, "CartPole-v1", {})
+    settings = {"instruction": "Stand!", "success": {"return_above": 3.0}, "max_walk": 2, "max_turns": 4}
+    settings |= {"observation_to_text": lambda env, seen: "up", "sutton_barto_reward": True, "seed": 7}
+    make_text_env("CartPole-v1", **settings)
+    run = build_environment(compose("env.id=CartPole-v1"))
+    assert run.reset(0) == "Stand!\n\nup" and (run.max_walk, run.max_turns) == (2, 4)
+    assert run.success.return_above == 3.0 and run.step("0")[1] == 0.0, "gymnasium's own argument too"
+    assert run.seed != 7, "that is the run's"
+    run = build_environment(compose("env.id=CartPole-v1", "env.max_walk=5", "env.kwargs.instruction=Balance."))
+    assert run.reset(0).startswith("Balance.") and (run.max_walk, run.max_turns) == (5, 4)
