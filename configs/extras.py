@@ -32,6 +32,7 @@ TABLE: dict[str, dict[str, str]] = {
         "reward.reward_model.enable": "extras.reward_model.stage:ModelScores",
         "algorithm.rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
         "algorithm.use_pf_ppo": "extras.pf_ppo.stage:PFPPO",
+        "env.id": "extras.gym.actions:ActionShares",
     },
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",

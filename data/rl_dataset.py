@@ -81,7 +81,7 @@ class RLHFDataset(Dataset):
     """Prompts with token ids. A row holds all columns of its file, and:
 
     raw_prompt: the string, or the chat messages; raw_prompt_ids: list[int], with the generation prompt;
-    data_source: the column data.reward_fn_key, or "unknown"; extra_info: the column, or {};
+    data_source: the column data.reward_fn_key, else the name of its file, or "unknown"; extra_info: the column, or {};
     index: extra_info["index"], or the position in this dataset.
 
     A subclass may define verl's hooks, which are called in verl's order: `_download()`, which brings `data_files` here;
@@ -237,6 +237,10 @@ class RLHFDataset(Dataset):
         self._read_files_and_tokenize()
         if not self.rows:
             raise ValueError(f"{type(self).__name__}: _read_files_and_tokenize left no rows in self.dataframe.")
+        key = self.config.reward_fn_key
+        for row, origin in zip(self.rows, self._table.origins, strict=True):
+            if origin.source and not row.get(key):
+                row[key] = origin.source
         lengths = [len(ids) for ids in self.prompt_ids]
         description = f"prompts of {min(lengths)} to {max(lengths)} tokens"
         print_report(data_files, len(self.rows), description, self.left_out)

@@ -12,7 +12,6 @@ import re
 import reprlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import parse_qsl
@@ -49,11 +48,13 @@ SHOWN_TEXT = 80  # characters of a prompt that is in both sets
 
 
 class Origin(NamedTuple):
-    """The place that a row comes from; rows count from 0, lines of text files from 1."""
+    """The place that a row comes from; rows count from 0, lines of text files from 1. `source` is what the entry of
+    data.train_files is called in metrics, where rows name none."""
 
     file: str
     number: int
     line: int | None = None
+    source: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}, row {self.number}"
@@ -91,13 +92,15 @@ def read_rows(
     """
     sources = [data_files] if isinstance(data_files, str | Path) else list(data_files)
     rows = []
-    for origin, row in chain.from_iterable(map(read_source, sources)):
-        if not isinstance(row, BadRow):
-            rows.append((origin, standard_names(row)))
-        elif bad is None:
-            raise row
-        else:
-            bad.append(row)
+    for source in sources:
+        name = source_name(source)
+        for origin, row in read_source(source):
+            if not isinstance(row, BadRow):
+                rows.append((origin._replace(source=name), standard_names(row)))
+            elif bad is None:
+                raise row
+            else:
+                bad.append(row)
     if not rows and not bad:
         raise ValueError(f"no rows in {', '.join(map(str, sources)) or 'an empty list of data files'}.")
     columns = dict.fromkeys(name for _, row in rows for name in row)
@@ -210,6 +213,15 @@ def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:
             f"{origin}: {name} is {reprlib.repr(row[name])}; it must be a dictionary, or one written as JSON.{bare}"
         )
     return value or {}
+
+
+def source_name(source: str | Path) -> str:
+    """Names an entry of data.train_files: its file, its folder, the folder of a glob, or the data set of a source."""
+    scheme, _, rest = str(source).partition(":")
+    if scheme in TABLE["source"]:
+        return rest.partition("?")[0]
+    path = find_path(source)
+    return path.name if path.exists() else path.parent.name
 
 
 def read_source(source: str | Path) -> Iterator[Found]:

@@ -142,6 +142,7 @@ def test_a_yaml_that_is_no_config_by_itself_says_so(name, said):
         check_is_whole(Arguments(name, CONFIG_DIR, [], print_config=False), compose(name=name))
     completed = compose("env.id=FrozenLake-v1", name="multiturn")
     check_is_whole(Arguments("multiturn", CONFIG_DIR, [], print_config=False), completed)
+    check_config(completed)
 
 
 def test_without_the_environment_a_command_says_which_python_to_run():

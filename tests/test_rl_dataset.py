@@ -126,7 +126,7 @@ def test_other_spellings_of_prompt_and_response_are_accepted(tmp_path, tokenizer
 def test_what_a_row_lacks_is_filled(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "extra_info": {"split": "train"}}])
     first, second = dataset(path, tokenizer)
-    assert first["extra_info"] == {} and first["data_source"] == "unknown" and first["index"] == 0
+    assert first["extra_info"] == {} and first["data_source"] == "rows.jsonl" and first["index"] == 0
     assert second["extra_info"] == {"split": "train"} and second["index"] == 1
     assert "reward_model" not in first
     path = write(tmp_path / "named.jsonl", [{"question": "a", "task": "sums"}])

@@ -78,7 +78,7 @@ def standard_row(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
     names = {"prompt": data.prompt_key, "data_source": data.data_source_key, "reward_model": data.reward_model_key}
     known = {name: row[column] for name, column in names.items() if column in row}
     row = with_labels({**row, **known, "responses": responses}, origin)
-    return {**row, "data_source": row.get("data_source") or "unknown"}
+    return {**row, "data_source": row.get("data_source") or origin.source}
 
 
 def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> list[Graded]:
