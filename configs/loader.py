@@ -225,7 +225,8 @@ def check_is_whole(arguments: Arguments, config: Any) -> None:
     kind, slash, option = name.partition("/")
     if slash and options(kind, folder):
         raise ConfigError(f"--config-name {name}: this is a {kind}: --config-name frozenlake {kind}={option}.")
-    names = [path.stem for path in sorted(folder.glob("*.yaml")) if f"defaults: [{name}," in path.read_text()]
+    files = [path for path in sorted(folder.glob("*.yaml")) if path.is_file()]
+    names = [path.stem for path in files if f"defaults: [{name},".encode() in path.read_bytes()]
     if not names or config.env.id or config.data.train_files:
         return
     if not any(OmegaConf.select(read_yaml(arguments, {}), key) for key in ("env.id", "data.train_files")):
@@ -255,7 +256,7 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
                 present = composed.hydra.runtime.choices  # those in the defaults list are replaced there
                 groups = filter(None, (choice(*item, present) for item in chosen.items()))
                 composed = compose_yaml(name, [*search, *groups])
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{folder / name}.yaml cannot be read: {error}") from error
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra", None)

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from os import PathLike
@@ -18,6 +19,7 @@ from typing import IO, Any, BinaryIO
 from configs.errors import ConfigError, notice
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
+LOOKED_AT = 20  # tries at a run's lock, which a report may hold for the moment in which it looks
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +121,11 @@ def _to_json(value: Any) -> Any:
     return str(value)
 
 
-def lock(file: IO) -> bool:
+def lock(file: IO, looks: bool = False) -> bool:
     """Locks an open file, and returns False if another process has it locked; the kernel unlocks it when it is closed,
-    however that happens."""
+    however that happens. One that only `looks` whether another has it keeps out nobody that looks."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if looks else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -158,7 +160,7 @@ def sole_run(folder: str | Path) -> Iterator[None]:
     path = Path(folder) / "run.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
-        if not lock(file):
+        if not any(lock(file) or time.sleep(0.02) for _ in range(LOOKED_AT)):
             file.seek(0)
             holder = file.read().strip() or "it has not said yet which"
             raise ConfigError(

@@ -37,8 +37,7 @@ RUN_COLUMNS = frozenset((
     "__num_turns__", "__messages__", "__reward_score__", "__agent_metrics__", "__environment__", "tool_call_counts",
     "tool_failures", "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results",
 ))  # fmt: skip
-NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns that these stand for in prompts:
-PLACEHOLDERS = ("<image>", "<video>")
+NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns
 ENDINGS_OF_DATASETS = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv", ".arrow")  # which the package `datasets` reads
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
@@ -187,17 +186,15 @@ def given_ids(columns: Row) -> Sequence[int] | None:
 
 
 def check_is_text(row: Row, key: str, origin: Origin) -> None:
-    """Raises ValueError for a row with images or videos, beside its prompt in the column `key` or in it: a model that
-    reads text would answer without them."""
+    """Raises ValueError for a row with images or videos, in columns of their own or as parts of its prompt in the
+    column `key`: a model that reads text would answer without them."""
     prompt = row.get(key)
     messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     kinds = [part.get("type", "text") for part in parts if isinstance(part, dict)]
-    texts = [str(part.get("text", "") if isinstance(part, dict) else part) for part in parts]
     media = [f"the column {name!r} is filled" for name in NO_TEXT if row.get(name)]
     media += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds if kind != "text"]
-    media += [f"the column {key!r} holds {sign!r}" for sign in PLACEHOLDERS if any(sign in text for text in texts)]
     if media:
         raise ValueError(f"{origin}: {media[0]}, and models read text alone here: leave such rows out.")
 

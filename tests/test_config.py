@@ -145,6 +145,16 @@ def test_a_yaml_that_is_no_config_by_itself_says_so(name, said):
     check_config(completed)
 
 
+def test_what_else_is_in_a_users_folder_does_not_matter(tmp_path):
+    (tmp_path / "mine.yaml").write_text("env: {id: FrozenLake-v1}\n")
+    (tmp_path / "latin.yaml").write_bytes(b"env: {id: \xe9}\n")
+    (tmp_path / "folder.yaml").mkdir()
+    mine, latin = (Arguments(name, tmp_path, [], print_config=False) for name in ("mine", "latin"))
+    check_is_whole(mine, load_config(mine, Config))
+    with pytest.raises(ConfigError, match=r"latin\.yaml cannot be read"):
+        load_config(latin, Config)
+
+
 def test_without_the_environment_a_command_says_which_python_to_run():
     done = subprocess.run([sys.executable, "-S", str(ROOT / "main.py")], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and ".venv/bin/python" in done.stderr

@@ -77,7 +77,6 @@ BAD_LINES = {
     "an image beside it": b'{"prompt": "1", "images": [{"path": "one.png"}]}',
     "one image beside it": b'{"prompt": "1", "image": {"path": "one.png"}}',
     "an image in a part": chat({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}),
-    "the place of an image": b'{"prompt": "<image> 1"}',
     "extra_info a text": b'{"prompt": "1", "extra_info": "easy"}',
     "extra_info a list": b'{"prompt": "1", "extra_info": [1]}',
     "reward_model a number": b'{"prompt": "1", "reward_model": 2}',

@@ -10,13 +10,14 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from transformers import GenerationConfig
 
 import main
 from configs.errors import ConfigError
-from data.files import FolderLost, sole_run
+from data.files import FolderLost, lock, sole_run
 from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_run, signalled, tree_of
 from training.ray_trainer import RayPPOTrainer
 
@@ -90,6 +91,17 @@ with sole_run({str(tmp_path)!r}):
     holder.communicate()
     with sole_run(tmp_path):
         assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_who_looks_whether_a_run_goes_on_keeps_no_run_from_its_start(tmp_path):
+    with sole_run(tmp_path), (tmp_path / "run.lock").open("rb") as file:
+        assert not lock(file, looks=True)
+    with (tmp_path / "run.lock").open("rb") as one, (tmp_path / "run.lock").open("rb") as other:
+        assert lock(one, looks=True) and lock(other, looks=True), "nor does it take another that looks for the run"
+        Timer(0.1, fcntl.flock, (one, fcntl.LOCK_UN)).start()
+        Timer(0.1, fcntl.flock, (other, fcntl.LOCK_UN)).start()
+        with sole_run(tmp_path):
+            pass
 
 
 def test_a_file_system_without_locks_is_said_and_not_the_end(tmp_path, monkeypatch, capsys):

@@ -178,7 +178,7 @@ def check_failures(batch: DataProto, limit: float) -> None:
         return
     raise RuntimeError(
         f"{failed}, more than env.max_failed_fraction={limit:g} allows. {example}. Mend what raises or hangs there, "
-        "or raise env.timeout."
+        f"or raise {'env.timeout' if 'reset_seed' in batch else 'actor_rollout_ref.rollout.multi_turn.tool_timeout'}."
     )
 
 

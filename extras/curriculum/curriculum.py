@@ -10,6 +10,7 @@ Both hear of every sample that was scored, also of those that dynamic sampling l
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -63,14 +64,19 @@ class CurriculumSampler(AbstractCurriculumSampler):
         """Sorts the rows into bins."""
         size = self.rows_of_epoch()
         values = range(size) if self.key is None else column_of(self.data_source, self.key)[:size]
-        rows: dict[Any, list[int]] = defaultdict(list)
-        for position, value in enumerate(values):
-            rows[value].append(position)
-        if None in rows:
+        if empty := [position for position, value in enumerate(values) if value is None]:
             raise ValueError(
-                f"{type(self).__name__}: row {rows[None][0]} and {len(rows[None]) - 1} others have no {self.key}: "
+                f"{type(self).__name__}: row {empty[0]} and {len(empty) - 1} others have no {self.key}: "
                 "data.sampler.kwargs.key must name a column that every row fills."
             )
+        rows: dict[Any, list[int]] = defaultdict(list)
+        for position, value in enumerate(values):
+            if not isinstance(value, str if isinstance(values[0], str) else Real):
+                raise ValueError(
+                    f"{type(self).__name__}: {self.key} is {values[0]!r} in row 0 and {value!r} in row {position}: "
+                    "levels are all numbers, or all texts."
+                )
+            rows[value].append(position)
         self.bins = {str(value): np.array(rows[value]) for value in sorted(rows)}
         self.bin_of = {position: name for name, positions in self.bins.items() for position in positions.tolist()}
         self._draw_from: np.ndarray | None = None

@@ -176,7 +176,9 @@ def response_findings(batch: DataProto, config: Config) -> Iterator[str]:
     """Yields likely mistakes in the responses: none ends by itself, none has a second turn, one ended without room."""
     length = config.actor_rollout_ref.rollout.response_length
     if "episode" in batch:
-        if "__num_turns__" in batch and max(batch.non_tensor_batch["__num_turns__"]) <= 1 < config.env.max_turns:
+        tools, game = config.actor_rollout_ref.rollout.multi_turn, config.env
+        most = tools.max_assistant_turns if game.id is None else game.max_turns  # None: as many as they like
+        if "__num_turns__" in batch and max(batch.non_tensor_batch["__num_turns__"]) <= 1 != most:
             yield "no episode has a second turn: is the game over after one answer, or are answers not understood?"
         ends = batch.end_reason[EpisodeRows(batch).last_row]
         if short := sum(reason in ("context_full", "max_tokens") for reason in ends):

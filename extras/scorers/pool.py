@@ -94,7 +94,7 @@ class Scorers:
         self.free: asyncio.LifoQueue[ScorerProcess] = asyncio.LifoQueue()
         self.waiting, self.done = 0, 0  # calls
         self.limits = [  # reward.max_rpm calls and reward.max_tpm tokens a minute
-            (AsyncTokenBucket(most / 60), amount)
+            (AsyncTokenBucket(most / 60, max(most / 60, amount)), amount)  # one call at least, or the first would wait
             for most, amount in ((config.max_rpm, 1.0), (config.max_tpm, float(config.estimated_tokens_per_request)))
             if most is not None
         ]

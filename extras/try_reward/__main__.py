@@ -126,6 +126,7 @@ def read_views(data: str, needs_response: bool) -> list[Row]:
     for origin, row in read_rows(data):
         row = with_labels(row, origin)
         said = first_of(row, "responses", "response")
+        said = None if said == [] else said
         if said is None and needs_response:
             has = sorted(name for name, value in row.items() if value is not None)
             raise ValueError(

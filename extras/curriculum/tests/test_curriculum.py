@@ -93,3 +93,9 @@ def test_settings_of_a_curriculum_out_of_their_bounds_are_refused(sampler, setti
 def test_a_row_without_a_level_is_named():
     with pytest.raises(ValueError, match=r"row 0 and 1 others have no extra_info.level.*sampler.kwargs.key"):
         SuccessRateSampler(Numbers(2), CONFIG, key="extra_info.level")
+
+
+@pytest.mark.parametrize(("levels", "row"), [([1, "hard"], 1), (["easy", "hard", 2], 2), ([[1]], 0), ([1, [2]], 1)])
+def test_levels_that_cannot_be_compared_are_named(levels, row):
+    with pytest.raises(ValueError, match=rf"extra_info.difficulty is .* in row 0 and .* in row {row}: levels are all"):
+        DifficultySampler(Levels(levels), CONFIG)

@@ -105,6 +105,10 @@ def test_episodes_that_never_go_on_are_named():
     batch = with_columns(SOUND.select_idxs([0, 1]), {"episode": ["a", "b"], "__num_turns__": [1, 1]})
     [said] = found(batch)
     assert said.startswith("no episode has a second turn")
+    for settings in ({"env__max_turns": None}, {"env__id": None}):  # nobody calls a tool
+        assert found(batch, **settings) == [said]
+    assert found(batch, env__max_turns=1) == []
+    assert found(batch, env__id=None, actor_rollout_ref__rollout__multi_turn__max_assistant_turns=1) == []
     assert found(with_columns(batch, {"__num_turns__": [1, 2]})) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig
 from data.protocol import DataProto
-from extras.scorers.pool import AsyncTokenBucket
+from extras.scorers.pool import AsyncTokenBucket, Scorers
 from tests import test_reward as here
 from tests.test_reward import TOKENIZER, functions, rollout
 from training.reward import compute_reward, load_reward_manager
@@ -90,3 +90,9 @@ def test_a_token_bucket_grants_what_piled_up_at_once_and_the_rest_in_time(monkey
     asyncio.run(ask(1, 1))  # 2 came in the second that went by
     asyncio.run(ask(3, 7))  # no more than 3 pile up; more than that may be asked for
     assert waits == [0.5, 1.0, 0.5, 1.0, 3.5]
+
+
+def test_the_first_call_under_a_small_limit_does_not_wait():
+    config = RewardConfig(max_rpm=6, max_tpm=60, estimated_tokens_per_request=2000)
+    for bucket, amount in Scorers(len, RewardFunctionConfig("rewards.py", "score"), config).limits:
+        asyncio.run(asyncio.wait_for(bucket.acquire(amount), 1))

@@ -198,8 +198,9 @@ def test_rows_of_all_kinds_are_read(write: Callable[[str, str], str]):
         ("1 + 3?", "4", "4"),
         ("2 + 2?", "5", "4"),
     ]
-    with pytest.raises(ValueError, match=r"rows.jsonl, row 0 has no response to score"):
-        read_views(write("rows.jsonl", '{"prompt": "p"}'), needs_response=True)
+    for row in ('{"prompt": "p"}', '{"prompt": "p", "responses": []}'):
+        with pytest.raises(ValueError, match=r"rows.jsonl, row 0 has no response to score"):
+            read_views(write("rows.jsonl", row), needs_response=True)
 
 
 def test_a_function_is_found_by_its_usual_names(write: Callable[[str, str], str]):
