@@ -160,7 +160,7 @@ def test_tools_beside_an_environment_are_called_between_its_turns(tmp_path: Path
     [
         (400, ["twice(1)", "2", "2", "2"], "terminated"),
         (10, ["twice(1)"], "context_full"),
-        (16, ["twice(1)", "22"], "max_tokens"),
+        (23, ["twice(1)", "22"], "max_tokens"),
         (9, ["twice(1)"], "max_tokens"),
     ],
 )

@@ -189,6 +189,10 @@ BEFORE_ANYTHING_STARTS = [
          "config, tokenizer, model", engine_py=ENGINES),
     Case("trainer of another type", "trainer.cls=DIR/mine.py:Mine", "trainer.cls=Mine in .*mine.py is <class "
          ".*must be a subclass of training.ray_trainer.RayPPOTrainer", mine_py="class Mine: pass"),
+    Case("empty validation set", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine "
+         "data.val_files=DIR/val.jsonl", r"val_files=.*val\.jsonl: Mine has no rows to validate on", val_jsonl=ROWS,
+         mine_py="from data.rl_dataset import RLHFDataset\n\nclass Mine(RLHFDataset):\n"
+         "    def __len__(self):\n        return 0 if 'val' in str(self.data_files) else len(self.rows)\n"),
     Case("key of no dataset", "data.custom_cls.kwargs.size=3", r"holds \['size'\], for a dataset class"),
     Case("dataset that takes another argument", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine "
          "data.custom_cls.kwargs.size=3", r"Mine\(data_files\) cannot be called: .*'size'", "kwargs={'size': 3}",

@@ -237,7 +237,7 @@ def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_c
     check_failures(failing(None, None), 0.0)
     assert len(caplog.messages) == 1
     check_failures(failing("timeout", "timeout"), 1.0)
-    with pytest.raises(RuntimeError, match=r"1 of 2 .*1 times: boom\..* raise actor_rollout_ref.*multi_turn.tool_timeout"):
+    with pytest.raises(RuntimeError, match=r"1 of 2 .*1 times: boom\..* raise actor.*multi_turn\.tool_timeout"):
         check_failures(failing(None, "env_error", cause="boom"), 0.0)
     batch.non_tensor_batch["reset_seed"] = batch.episode
     with pytest.raises(RuntimeError, match=r"or raise env\.timeout\.$"):

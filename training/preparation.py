@@ -257,6 +257,8 @@ def build_val_loader(
         dataset = env_dataset(data, environment, tokenizer, size=config.env.val_size, first=first)
     elif environment is None and data.val_files:
         dataset = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples)
+        if not len(dataset):
+            raise ConfigError(f"data.val_files={data.val_files}: {type(dataset).__name__} has no rows to validate on.")
         left_out = overlong_rows(dataset, tokenizer, data)
     else:
         return None

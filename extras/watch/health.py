@@ -133,7 +133,8 @@ def likeliest_cause(metrics: Mapping[str, float], entropy_coeff: float = 0.0) ->
         return (
             "the samples of a prompt always score alike. Raise actor_rollout_ref.rollout.n or the temperature, use a "
             "reward that tells answers apart, or set "
-            f"actor_rollout_ref.actor.entropy_coeff={max(ENTROPY_COEFF, 2 * entropy_coeff):g}."
+            f"actor_rollout_ref.actor.entropy_coeff={max(ENTROPY_COEFF, 2 * entropy_coeff):g}: see "
+            "docs/environments.md (What a small model learns)."
         )
     score, all_of = best if 2 * mean > least + best else least, "nearly every" if best > least else "every"
     long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
@@ -141,7 +142,8 @@ def likeliest_cause(metrics: Mapping[str, float], entropy_coeff: float = 0.0) ->
         return f"{all_of} response scores {score:g}, and {cut} and may be cut before they answer: raise it."
     return (
         f"{all_of} response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "
-        "chance, or the task is mastered: see docs/environments.md (The training prompts)."
+        "chance, the model is too small to read the state, or the task is mastered: see docs/environments.md (The "
+        "training prompts; What a small model learns)."
     )
 
 

@@ -258,9 +258,10 @@ def test_what_an_id_was_made_with_reaches_the_run(monkeypatch):
     settings = {"instruction": "Stand!", "success": {"return_above": 3.0}, "max_walk": 2, "max_turns": 4}
     settings |= {"observation_to_text": lambda env, seen: "up", "sutton_barto_reward": True, "seed": 7}
     make_text_env("CartPole-v1", **settings)
-    run = build_environment(compose("env.id=CartPole-v1"))
+    run = build_environment(compose("env.id=CartPole-v1", name="ppo_trainer"))
     assert run.reset(0) == "Stand!\n\nup" and (run.max_walk, run.max_turns) == (2, 4)
     assert run.success.return_above == 3.0 and run.step("0")[1] == 0.0, "gymnasium's own argument too"
     assert run.seed != 7, "that is the run's"
-    run = build_environment(compose("env.id=CartPole-v1", "env.max_walk=5", "env.kwargs.instruction=Balance."))
+    own = ("env.id=CartPole-v1", "env.max_walk=5", "env.kwargs.instruction=Balance.")
+    run = build_environment(compose(*own, name="ppo_trainer"))
     assert run.reset(0).startswith("Balance.") and (run.max_walk, run.max_turns) == (5, 4)
