@@ -157,7 +157,7 @@ BEFORE_ANYTHING_STARTS = [
     Case("reward file does not parse", "", "Error loading .*SyntaxError", r"score.py, line 1", score_py="def ("),
     Case("reward file raises", "", "ZeroDivisionError", r"\(.*score.py:2\)", score_py="x = 0\ny = 1 / x\n"),
     Case("reward signature", "", "none of the known forms: compute_score", score_py="def compute_score(a, b): pass"),
-    Case("no reward", "reward.custom_reward_function.path=null", "nothing scores the", "row 0 is 'unknown'"),
+    Case("no reward", "reward.custom_reward_function.path=null", "nothing scores the", "row 0 is 'rows.jsonl'"),
     Case("n of 1 with grpo", "actor_rollout_ref.rollout.n=1", "rollout.n=1: .*grpo compares", "at least 2"),
     Case("unknown logger", "trainer.logger=[wand]", "'wand': choose from console"),
     Case(

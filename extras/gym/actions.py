@@ -1,10 +1,11 @@
 """Logs how often each action of a discrete environment is played, and what it earns: entropy shows neither."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from statistics import fmean
+from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +14,21 @@ from data.types import Metrics, Stage
 from training.environment import ActionReader, uses_tools
 
 MOST_ACTIONS = 20  # that an environment may have to log each
+
+
+@runtime_checkable
+class NamesActions(Protocol):
+    """An environment whose `actions` are numbered; without such, action_names is None."""
+
+    actions: Sequence[int]
+    action_names: Sequence[str] | None
+
+
+@runtime_checkable
+class OfEnvironment(ActionReader, Protocol):
+    """A reward of single states that reads the actions of its environment."""
+
+    environment: Any
 
 
 class ActionShares(Stage):
@@ -25,12 +41,11 @@ class ActionShares(Stage):
 
     def __call__(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
         game, reader = self.trainer.game, self.trainer.reward
-        environment = getattr(reader, "environment", None)
+        environment = reader.environment if game is None and isinstance(reader, OfEnvironment) else None
         if game is not None:
             reader, environment = game.reader, game.environment
-        names = getattr(environment, "action_names", None) or ()
-        has_tools = uses_tools(self.config.actor_rollout_ref.rollout)
-        if not names or len(names) > MOST_ACTIONS or has_tools or not isinstance(reader, ActionReader):
+        names = environment.action_names or () if isinstance(environment, NamesActions) else ()
+        if not 0 < len(names) <= MOST_ACTIONS or uses_tools(self.config.actor_rollout_ref.rollout):
             return {}
         earned = defaultdict(list)
         for text, reward in answers(batch, self.trainer.tokenizer):

@@ -137,7 +137,7 @@ def test_rows_with_tools_are_played_by_the_loop_and_scored_by_the_reward_functio
     file, facts = write("1.jsonl", ""), {"num_turns": 4, "tool_call_counts": 1, "tool_rewards": [0.0]}
     dump_jsonl(file, sample_rows(batch, tokenizer, step=1))
     [view] = read_views(file, needs_response=True)
-    assert view["responses"] == f"calc({expression}){product}" and view["extra_info"].items() >= facts.items()
+    assert view["responses"] == f"calc({expression})\n{product}" and view["extra_info"].items() >= facts.items()
     assert score_rows([view], FunctionReward(compute_score), ScoringConfig())[0].score == 1, "a dump is scored again"
 
 

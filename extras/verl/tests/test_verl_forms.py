@@ -454,9 +454,11 @@ def conversation(row: dict, answers: list[str], *keys: str) -> tuple[list[str], 
     async def talk() -> tuple[list[str], list[float], dict]:
         episode = episodes({"raw_prompt_ids": [1], "raw_prompt": "hi", **row})
         replies = [await episode.step(answer) for answer in answers]
+        end = await episode.finish()
         await episode.close()
         said = [message["content"] for reply in replies for message in reply.messages]
-        return said, [reply.reward for reply in replies], replies[-1].columns
+        earned = [reply.reward for reply in replies]
+        return said, [*earned[:-1], earned[-1] + end.reward], end.columns
 
     return *asyncio.run(talk()), episodes.tools
 
