@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_200,
+    "core lines": 18_260,
     "core files": 80,
-    "product lines": 34_500,
+    "product lines": 34_600,
     "scripts and benchmarks": 2_600,
     "names in training/": 18,
     "names in workers/": 22,
