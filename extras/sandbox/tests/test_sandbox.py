@@ -82,11 +82,18 @@ def test_a_program_that_does_not_end_is_ended_and_leaves_nothing(name: str, monk
             time.sleep(0.01)
 
 
-def test_no_file_outside_its_folder_changes(tmp_path: Path):
+@pytest.fixture
+def folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Holds the folders of this test's sandboxes: other processes start some of their own meanwhile."""
+    folder = tmp_path_factory.mktemp("sandboxes")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_no_file_outside_its_folder_changes(tmp_path: Path, folders: Path):
     """By all the ways in, each tried; the folder itself goes."""
     target = tmp_path / "kept"
     target.write_text("as it was")
-    before = set(os.listdir(tempfile.gettempdir()))
     code = f"""
 import os, shutil
 from pathlib import Path
@@ -105,8 +112,7 @@ print(len(os.listdir(".")))
     done = run_python(code, seconds=ROOMY)
     assert done.status == 0 and int(done.output) >= 1
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept", "as it was")]
-    new = set(os.listdir(tempfile.gettempdir())) - before
-    assert not {name for name in new if name.startswith("sandbox-")}
+    assert not [*folders.iterdir()]
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in ARCHITECTURES, reason="fences of Linux")
@@ -209,8 +215,8 @@ def test_later_programs_run_in_the_module_of_the_first_if_that_ends_well():
         assert run_python(code, then=("print(1)",), seconds=ROOMY).output == ""
 
 
-def test_a_folder_goes_however_deep_it_is():
-    before, depth = set(os.listdir(tempfile.gettempdir())), 1500
+def test_a_folder_goes_however_deep_it_is(folders: Path):
+    depth = 1500
     with sandbox.own_folder() as folder:
         kept = os.open(".", os.O_RDONLY)
         try:
@@ -221,7 +227,7 @@ def test_a_folder_goes_however_deep_it_is():
         finally:
             os.fchdir(kept)
             os.close(kept)
-    assert not {name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("sandbox-")}
+    assert not [*folders.iterdir()]
 
 
 def test_a_sandbox_that_does_not_start_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
