@@ -1,6 +1,7 @@
 """TensorBoard's files, and what services are told, by the trackers of accelerate."""
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from configs.errors import ConfigError
 from configs.schema import Config, TrainerConfig
+from extras.loggers.trackers import Wandb
+from tests.runs import compose
 from tests.test_tracking import start
 from training.tracking import check_observers
+
+KEY = "actor_rollout_ref.rollout.engine_kwargs.openai.api_key"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,16 @@ def test_services_get_the_run_its_config_and_its_metrics(tmp_path, monkeypatch, 
         service = track.observers.others[0].tracker
     known = {"wandb": ("id", "its-id"), "mlflow": ("run_id", "its-id"), "trackio": ("resume", "allow")}
     assert name not in known or known[name] in service.made[1].items()
+
+
+def test_no_service_is_told_a_key(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Service())
+    monkeypatch.setattr(tracking, "WandBTracker", Service)
+    monkeypatch.setattr(sys, "argv", ["main.py", f"{KEY}=sk-1"])
+    observer = Wandb(Namespace(config=compose(f"{KEY}=sk-1"), folder=tmp_path))
+    observer.started(0)
+    assert "'api_key': '***'" in str(observer.tracker.made) and sys.argv == ["main.py", f"{KEY}=***"]
+    assert "sk-1" not in str(observer.tracker.made)
 
 
 def test_a_service_that_does_not_start_is_said_in_one_line(tmp_path, monkeypatch):
