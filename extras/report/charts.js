@@ -5,6 +5,15 @@ const charts = (() => {
   const GREY = "#8c9199", LINES = ["solid", "dashed", "dotted"];
   const DASHES = { solid: [1, 0], dashed: [6, 3], dotted: [2, 3] };
 
+  const OF_STAGES = {
+    gen: "#0072b2", update_actor: "#e69f00", reward: "#009e73", testing: "#cc79a7", old_log_prob: "#56b4e9",
+    update_critic: "#d55e00", ref: "#aa4499", values: "#ddcc77", data: "#44aa99", save_checkpoint: "#b5a642",
+    update_weights: "#6699cc", start: "#999933", adv: "#cc6677", other: GREY,
+  };
+  // A stage of a user's trainer has the colour of its letters.
+  const colourOf = (stage) =>
+    OF_STAGES[stage] ?? COLOURS[[...stage].reduce((sum, letter) => sum + letter.codePointAt(0), 0) % COLOURS.length];
+
   const dark = matchMedia("(prefers-color-scheme: dark)"), drawn = new Map(); // place → {spec, rows, series, view}
 
   const themed = () => {
@@ -82,11 +91,13 @@ const charts = (() => {
     return { rows, series: [...series.values()], legend: [...(byGroup ? listed : series).values()] };
   };
 
-  // The drawing of the seconds of one run's steps by stage: the first of `ranked` have colours, the others are grey.
-  const stages = ({ names, steps, seconds }, ranked) => {
-    const rowsOf = (name, place) => steps.map((step, at) => ({ step, value: seconds[place][at], series: name, place }));
-    const series = names.map((name) => ({ name, colour: COLOURS[ranked.indexOf(name)] ?? GREY }));
-    return { rows: names.flatMap(rowsOf), series };
+  // The drawing of the seconds of one run's steps by stage, each in its own colour in every report; and its title.
+  const stages = ({ names, steps, seconds, width }) => {
+    const rowsOf = (name, place) =>
+      steps.map((step, at) => ({ step, value: seconds[place][at], series: name, place, width }));
+    const series = names.map((name) => ({ name, colour: colourOf(name) }));
+    const title = width > 1 ? `Mean seconds of a step: a bar is the mean of ${width} steps` : "Seconds of each step";
+    return { rows: names.flatMap(rowsOf), series, title };
   };
 
   return { draw, curves, stages };

@@ -142,12 +142,10 @@
     const total = (list) => list.reduce((sum, value) => sum + (value || 0), 0);
     const totals = ({ names, seconds }) => new Map(names.map((name, place) => [name, total(seconds[place])]));
     const spent = data.runs.map((run) => totals(run.stages));
-    const overall = (name) => total(spent.map((run) => run.get(name)));
-    const ranked = [...new Set(spent.flatMap((run) => [...run.keys()]))].sort((a, b) => overall(b) - overall(a));
     const article = (run, number) => {
       const all = total([...spent[number].values()]), title = make("h2", {}, run.name);
       if (!all) return card(title, soft("Its record has no training/seconds."));
-      const drawing = charts.stages(run.stages, ranked);
+      const drawing = charts.stages(run.stages);
       const line = ([name, seconds]) => {
         const percent = (100 * seconds) / all, { colour } = drawing.series.find((one) => one.name === name);
         const bar = make("i", { style: `width:${0.6 * percent}%;background:${colour}` });
@@ -155,7 +153,7 @@
       };
       const lines = [...spent[number]].filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]).map(line);
       const sums = table(["stage", "seconds", "share"], [...lines, ["all", figure(all), ""]]);
-      return card(title, box("columns", chartBox("Seconds of each step", specOf("stages"), drawing), sums));
+      return card(title, box("columns", chartBox(drawing.title, specOf("stages"), drawing), sums));
     };
     return box("stack", data.runs.map(article));
   };

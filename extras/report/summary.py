@@ -21,6 +21,7 @@ from extras.report.runs import RunRecord
 Entries = dict[str, dict[str, Any]]  # what may look wrong, in summary.yaml
 Found = Iterator[tuple[str, dict[str, Any]]]  # an entry, and the values of its text
 WINDOW = 10  # steps
+MOST_BARS = 100  # of steps, by stage
 MOST_CURVES = 4  # validations that are told
 STAGES = (  # the timers that contain none of the others, in the order in which they run; a trainer's own come after
     *("start", "log", "data", "gen", "reward", "gen_max", "old_log_prob", "ref", "values", "adv", "update_critic"),
@@ -188,7 +189,7 @@ def about_entropy(run: RunRecord, known: Entries) -> Found:
     """Finds a policy that has become certain though its scores are not near their best."""
     curve, entry = points(run, "actor/entropy"), known["entropy"]
     before, after = mean(curve[:WINDOW]), mean(curve[-WINDOW:])
-    if len(curve) <= WINDOW or not after < entry["limit"] * before:
+    if len(curve) <= WINDOW or not after < entry["limit"] * before > 0:
         return
     lows, score, highs = (
         points(run, "critic/score/min"),
@@ -264,7 +265,8 @@ def facts(run: RunRecord) -> dict[str, str]:
 
 
 def stages(run: RunRecord) -> dict[str, list[Any]]:
-    """Splits the seconds of every step into stages: {"steps": [..], "names": [..], "seconds": [[..] for each name]}.
+    """Splits the seconds of every step into stages: {"steps": [..], "names": [..], "seconds": [[..] for each name],
+    "width": steps that a bar of the chart is the mean of}.
 
     A step's seconds are those since the line before it, by `training/seconds`; a step whose line before is torn is left
     out. The last name is "other": no timer ran.
@@ -273,14 +275,15 @@ def stages(run: RunRecord) -> dict[str, list[Any]]:
     lines = pairwise([(until[0][0] - 1, 0.0), *until]) if until else ()
     passed = {step: now - was for (last, was), (step, now) in lines if step == last + 1 and now >= was}
     if not passed:
-        return {"steps": [], "names": [], "seconds": []}
+        return {"steps": [], "names": [], "seconds": [], "width": 1}
     timers = [name.partition("/")[2] for name in run.metrics if name.startswith("timing_s/")]
     names = sorted({*timers} - {*AROUND_OTHERS}, key=[*STAGES, *timers].index)
     curves = [dict(points(run, f"timing_s/{name}")) for name in names]
     seconds = [[curve.get(step, 0.0) for step in passed] for curve in curves]
     others = [whole - sum(parts) for whole, *parts in zip(passed.values(), *seconds, strict=True)]
     rounded = [[round(value, 4) for value in values] for values in (*seconds, others)]
-    return {"steps": [*passed], "names": [*names, "other"], "seconds": rounded}
+    width = -(-(max(passed) - min(passed) + 1) // MOST_BARS)
+    return {"steps": [*passed], "names": [*names, "other"], "seconds": rounded, "width": width}
 
 
 def number(run: RunRecord, key: str, default: float | None) -> float | None:

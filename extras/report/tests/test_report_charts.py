@@ -77,7 +77,7 @@ def test_runs_of_one_series_are_a_mean_in_a_band_of_a_standard_deviation():
 def test_the_stages_of_a_step_are_stacked_in_their_order_and_many_steps_are_means(steps, bars):
     stages = {"gen": 2.0, "other": 0.0}
     rows = [
-        {"step": step, "value": value + step % 2, "series": name, "place": place}
+        {"step": step, "value": value + step % 2, "series": name, "place": place, "width": steps // bars}
         for place, (name, value) in enumerate(stages.items())
         for step in range(1, steps + 1)
     ]
@@ -91,7 +91,7 @@ def test_the_stages_of_a_step_are_stacked_in_their_order_and_many_steps_are_mean
 @pytest.mark.parametrize("kind", ["curves", "many", "stages"])
 def test_a_png_is_drawn(tmp_path, kind):
     curves = {f"curve {i}": [(s, s * i) for s in range(30)] for i in range(12 if kind == "many" else 2)}
-    rows = curve_rows(curves)
+    rows = [row | {"width": 1} for row in curve_rows(curves)]
     write_png(specs()["stages" if kind == "stages" else "metric"], rows, tmp_path / "chart.png")
     image = Image.open(tmp_path / "chart.png").convert("RGB")
     assert image.width > 900 and len(image.getcolors(maxcolors=100_000)) > 50  # what fails to be drawn is white

@@ -67,10 +67,11 @@ def test_the_seconds_of_a_step_are_those_of_its_stages_and_the_rest():
     timed = {"step": [None, 3.5], "mine": [None, 1.0], "testing": [0.5, None], "gen": [None, 2.0], "start": [2.0]}
     metrics = {"training/seconds": [3.0, 7.0], **{f"timing_s/{name}": seconds for name, seconds in timed.items()}}
     names, seconds = ["start", "gen", "testing", "mine", "other"], [[2, 0], [0, 2], [0.5, 0], [0, 1], [0.5, 1]]
-    assert stages(record(metrics)) == {"steps": [1, 2], "names": names, "seconds": seconds}
+    assert stages(record(metrics)) == {"steps": [1, 2], "names": names, "seconds": seconds, "width": 1}
     run = record({})
     run.metrics["training/seconds"] = Curve([1, 2, 4, 5, 6], [1.0, 2.0, 9.0, 10.0, 3.0])  # 4 and 6: not known
-    assert stages(run) == {"steps": [1, 2, 5], "names": ["other"], "seconds": [[1, 1, 1]]}
+    assert stages(run) == {"steps": [1, 2, 5], "names": ["other"], "seconds": [[1, 1, 1]], "width": 1}
+    assert stages(record({"training/seconds": [*range(251)]}))["width"] == 3
 
 
 # A metric's name or several, values at the threshold, values beyond it, and words of the finding.
@@ -155,6 +156,10 @@ def test_an_entropy_that_collapsed_is_said_only_where_the_score_is_not_near_its_
     assert [f"its mean score of {late_score:g} is not near the best" in finding.text for finding in said] == (
         [True] if is_said else []
     )
+
+
+def test_an_entropy_that_was_never_above_zero_has_not_collapsed():
+    assert findings(record({"actor/entropy": [-0.2] * 10 + [-1.2] * 10})) == []  # an estimate may be below it
 
 
 @pytest.mark.parametrize(("in_use", "advised"), [(0.0, "0.2"), (0.05, "0.2"), (0.2, "0.4"), (0.5, "1")])
