@@ -8,7 +8,8 @@ const charts = (() => {
   const OF_STAGES = {
     gen: "#0072b2", update_actor: "#e69f00", reward: "#009e73", testing: "#cc79a7", old_log_prob: "#56b4e9",
     update_critic: "#d55e00", ref: "#aa4499", values: "#ddcc77", data: "#44aa99", save_checkpoint: "#b5a642",
-    update_weights: "#6699cc", start: "#999933", adv: "#cc6677", other: GREY,
+    update_weights: "#6699cc", start: "#999933", adv: "#cc6677", gen_max: "#88ccee",
+    other: GREY, log: GREY, metrics: GREY, update_sampler: GREY,
   };
   // A stage of a user's trainer has the colour of its letters.
   const colourOf = (stage) =>
@@ -30,9 +31,12 @@ const charts = (() => {
     const axis = { ...x.axis, grid: false, tickCount: Math.ceil(place.clientWidth / 90) };
     const encoding = { ...spec.encoding, x: { ...x, axis }, color: scaled(series.map(({ colour }) => colour)) };
     const strokeDash = scaled(series.map(({ line }) => DASHES[line]));
-    const dashed = (layer) =>
-      layer.mark.type === "line" ? { ...layer, encoding: { ...layer.encoding, strokeDash } } : layer;
-    const layers = spec.layer && { layer: spec.layer.map(dashed) };
+    const looked = ({ mark, ...layer }) => {
+      if (mark.type !== "line") return { ...layer, mark };
+      const opacity = Math.min(1, (mark.opacity ?? 1) * (dark.matches ? 2.7 : 1)); // faint blue is lost in the dark
+      return { ...layer, mark: { ...mark, opacity }, encoding: { ...layer.encoding, strokeDash } };
+    };
+    const layers = spec.layer && { layer: spec.layer.map(looked) };
     const padding = { left: 0, top: 4, right: 8, bottom: 5 };
     const view = await vegaEmbed(place, { ...spec, ...layers, encoding, padding, data: { values: rows } }, themed());
     chart.view?.finalize();

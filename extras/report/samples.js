@@ -1,3 +1,24 @@
+// The markup of chat templates in texts.
+const chat = (() => {
+  const END = "<\\|[^<>|\\s]+\\|>|</?s>|<(?:bos|eos|end_of_turn|start_of_turn)>"; // what templates put around messages
+  const ROLE =
+    "(?:<\\|im_start\\|>|<start_of_turn>)(\\w+)\\n|<\\|start_header_id\\|>(\\w+)<\\|end_header_id\\|>\\n*|" +
+    "<\\|(system|developer|user|assistant|tool)\\|>\\n?";
+  const MARKUP = new RegExp(`(?:(?:${END})\\n?){0,3}?(?:${ROLE})|(?:${END})\\n?`, "gu"), WHOLE = new RegExp(`^(?:${END})$`, "u");
+  const isSpecial = (text) => WHOLE.test(text);
+  // Splits a prompt at its markup: {text}, or {chip, raw}, where a chip is the role whose message begins.
+  const split = (prompt) => {
+    const parts = [];
+    let from = 0;
+    for (const { 0: raw, index, ...groups } of prompt.matchAll(MARKUP)) {
+      parts.push({ text: prompt.slice(from, index) }, { chip: groups[1] ?? groups[2] ?? groups[3] ?? raw.trim(), raw });
+      from = index + raw.length;
+    }
+    return [...parts, { text: prompt.slice(from) }].filter(({ text }) => text !== "");
+  };
+  return { isSpecial, split };
+})();
+
 // The tab of samples: a list, and the sample that is looked at. Columns of all samples are there at once; a chunk of
 // tokens is opened when it is first looked at. samples.py says how they are packed.
 const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data) => {
@@ -169,6 +190,11 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
     ];
   };
 
+  // Shows a prompt with its markup as chips on lines of their own, so that a map's first line begins where others do.
+  const viewPrompt = (className, prompt) => {
+    const part = ({ text, chip, raw }) => text ?? make("span", { className: "special", title: raw }, chip);
+    return box(className, chat.split(prompt).map(part));
+  };
   // Shows the tokens of an opened sample: what the policy said and, set apart, what the environment said, with rewards
   // at their places. `paint` colours a token's element.
   const viewTokens = (opened, paint) => {
@@ -176,7 +202,8 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
     const inAnswer = (token) => token >= first && token <= last;
     const spanOf = (token) => {
       const text = words.texts[ids[token]], kind = text === "" ? " part" : text.trim() ? "" : " blank";
-      const className = `token${kind}${inAnswer(token) ? " answer" : ""}`;
+      const special = chat.isSpecial(text) ? " special" : "";
+      const className = `token${kind}${special}${inAnswer(token) ? " answer" : ""}`;
       const span = make("span", { className, tabIndex: token === start ? 0 : -1 }, text);
       span.dataset.token = token;
       span.dataset.mark = text === "" ? "·" : "↵".repeat(text.split("\n").length - 1);
@@ -201,7 +228,7 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
     const all = box("tokens");
     let from = start;
     detail.rows.forEach(([prompt, length], place) => {
-      if (place) all.append(box("environment prompt", prompts[prompt]));
+      if (place) all.append(viewPrompt("environment prompt", prompts[prompt]));
       all.append(box("row"));
       fill(from, (from += length), all.lastChild);
     });
@@ -316,7 +343,7 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
         box("end", button("← previous", -1, "k"), button("next →", 1, "j"), address),
       ),
       box("card scored", figures(told), fields([...truth, ...Object.entries(said)])),
-      part("Prompt", box("text prompt", opened.prompts[columns.prompt[sample]])),
+      part("Prompt", viewPrompt("text prompt", opened.prompts[columns.prompt[sample]])),
       make("div", {}, viewResponse(opened)),
       make("div", {}, viewGroup(sample)),
       make("div", {}, viewSteps(sample)),

@@ -1,4 +1,4 @@
-"""The page's scripts as Node runs them, without a browser: the drawings of charts."""
+"""The page's scripts as Node runs them, without a browser: the drawings of charts, the markup of chat templates."""
 
 import json
 import shutil
@@ -8,20 +8,34 @@ from typing import Any
 import pytest
 
 from extras.report import page
+from extras.report.charts import specs
 
 BROWSER = """
-const matchMedia = () => ({ matches: false, addEventListener() {} }), document = {};
-class IntersectionObserver {} class MutationObserver { observe() {} }
+let embedded = null;
+const matchMedia = () => ({ matches: DARK, addEventListener() {} }), document = {};
+const vegaEmbed = async (place, spec) => (embedded = spec);
+class MutationObserver { observe() {} }
+class IntersectionObserver {
+  constructor(call) { this.call = call; }
+  observe(target) { this.call([{ isIntersecting: true, target }]); }
+  unobserve() {}
+}
 """
 
 
-def run(expression: str, *given: Any) -> Any:
-    """Returns the value of an expression of charts.js, in which `given` is a list."""
+def run(expression: str, *given: Any, dark: bool = False) -> Any:
+    """Returns the value of an expression of charts.js and samples.js, in which `given` is a list."""
     if not (node := shutil.which("node")):
         pytest.skip("needs Node")
-    script = (page.HERE / "charts.js").read_text()
+    script = "".join((page.HERE / name).read_text() for name in ("charts.js", "samples.js"))
     tail = f"const given = {json.dumps(given)}; console.log(JSON.stringify({expression}))"
-    ended = subprocess.run([node, "-"], input=BROWSER + script + tail, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [node, "-"],
+        input=BROWSER.replace("DARK", json.dumps(dark)) + script + tail,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert not ended.stderr
     return json.loads(ended.stdout)
 
@@ -43,3 +57,38 @@ def test_bars_that_are_means_are_called_so():
     assert drawing_of(["gen"])["title"] == "Seconds of each step"
     assert drawing_of(["gen"], 3)["title"] == "Mean seconds of a step: a bar is the mean of 3 steps"
     assert drawing_of(["gen"], 3)["rows"][0]["width"] == 3
+
+
+@pytest.mark.parametrize(("dark", "least", "most"), [(False, 0.2, 0.4), (True, 0.7, 0.9)], ids=["light", "dark"])
+def test_raw_points_are_seen_in_the_dark(dark, least, most):
+    draw = "charts.draw({ style: {} }, given[0], { rows: [], series: [] })"
+    raw, *_, bold, _ = run(f"({draw}, embedded.layer)", specs()["metric"], dark=dark)
+    assert least <= raw["mark"]["opacity"] <= most and bold["mark"]["opacity"] == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|system|>Play.<|end|><|user|>SFF\nFHG<|end|><|assistant|>",
+        "<|im_start|>system\nPlay.<|im_end|>\n<|im_start|>user\nSFF\nFHG<|im_end|>\n<|im_start|>assistant\n",
+        "<|start_header_id|>system<|end_header_id|>\n\nPlay.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+        "SFF\nFHG<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ],
+    ids=["tiny", "ChatML", "Llama 3"],
+)
+def test_a_prompt_is_shown_by_roles_and_its_first_line_is_not_shifted(prompt):
+    parts = run("chat.split(given[0])", prompt)
+    assert [part.get("text") or part["chip"] for part in parts] == [
+        *("system", "Play.", "user", "SFF\nFHG", "assistant"),
+    ]
+    assert "".join(part.get("text") or part["raw"] for part in parts) == prompt  # of which nothing is lost
+
+
+def test_what_is_no_markup_stays_text():
+    for text in ("1+2=", "if a<b and b>c: x<|y", "a | b", "<think>so</think>"):
+        assert run("chat.split(given[0])", text) == [{"text": text}]
+    assert run("given.map(chat.isSpecial)", "<|im_end|>", "</s>", "a", "<|end|>a", "<think>") == [
+        True,
+        True,
+        *[False] * 3,
+    ]
