@@ -45,7 +45,7 @@ def users_folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_has_an_example_of_everything_it_says_how_to_add():
-    assert [*COMMANDS] == [*ADDED, "An extra", "Where a line belongs", "How we work"]
+    assert [*COMMANDS] == [*ADDED, "Managers, formats and settings", "An extra", "Where a line belongs", "How we work"]
     assert all(FILES[title] and len(COMMANDS[title]) == 1 for title in ADDED)
 
 

@@ -216,8 +216,8 @@ def check_algorithm(config: Config) -> None:
 
 
 def check_known(config: Config, key: str, name: str, registry: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless a function is registered as `name`, by the setting `key`, and accepts `kwargs`; one of
-    the user's may read them from `config`."""
+    """Raises ConfigError unless a function is registered as `name`, by the setting `key`, and accepts `kwargs`; an
+    estimator of the user's may read them from `config`."""
     if name not in registry:
         lowered, loaded = name.lower(), config.actor_rollout_ref.model.external_lib
         is_recipe = lowered in options("recipe") and lowered not in registry
@@ -228,8 +228,10 @@ def check_known(config: Config, key: str, name: str, registry: Mapping[str, Any]
             f"@{decorator}({name!r}) in a file that actor_rollout_ref.model.external_lib names; it names "
             f"{loaded or 'none'}."
         )
-    reads_config = accepts(registry[name], "config") and not registry[name].__module__.startswith("training.")
-    if unknown := sorted(argument for argument in kwargs if not (reads_config or accepts(registry[name], argument))):
+    function = registry[name]
+    is_users_estimator = registry is ADV_ESTIMATOR_REGISTRY and not function.__module__.startswith("training.")
+    reads_config = is_users_estimator and accepts(function, "config")
+    if unknown := sorted(argument for argument in kwargs if not (reads_config or accepts(function, argument))):
         raise ConfigError(f"{key}={name} takes no argument {unknown}: its kwargs are {dict(kwargs)}.")
 
 
