@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_260,
+    "core lines": 18_420,
     "core files": 80,
-    "product lines": 34_600,
+    "product lines": 34_950,
     "scripts and benchmarks": 2_600,
     "names in training/": 18,
     "names in workers/": 22,
@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 36_000,
+    "test lines": 36_050,
 }
 
 
@@ -192,7 +192,7 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-STEP_CEILINGS = {"files": 38, "functions": 420, "lines": 2_640, "modules": 111}
+STEP_CEILINGS = {"files": 38, "functions": 420, "lines": 2_660, "modules": 111}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():
