@@ -13,8 +13,10 @@ from configs.errors import notice, printable, refusals
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m extras.report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--out", type=Path, help="the page; report.html in the folder of the first run, if not given")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or of runs")
+    parser.add_argument(
+        "--out", type=Path, help="the page; report.html in the folder that is given, or of the first run of several"
+    )
     parser.add_argument("--serve", action="store_true", help="write no page; show it here, with new steps as they come")
     parser.add_argument("--port", type=int, help="of --serve; any that is free, if not given")
     arguments = parser.parse_args(argv)
@@ -27,18 +29,26 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.serve:
             serve(runs, arguments.port or 0)
         else:
-            print(printable(str(write_report(runs, arguments.out))))
+            first = arguments.runs[0] if len(arguments.runs) == 1 else runs[0]
+            print(printable(str(write_report(runs, arguments.out or first / "report.html"))))
 
 
 def runs_among(folders: Sequence[Path]) -> Sequence[Path]:
-    """Leaves out folders without a run, and says which; all stay if none has a run."""
+    """Puts the runs in a folder of runs in its place, and leaves out folders without a run, of which it says which.
+
+    All stay if none has a run.
+    """
     from extras.report.runs import holds_run
 
-    runs = [folder for folder in folders if holds_run(folder) or not folder.is_dir()]
-    if runs:
-        for folder in folders:
-            if folder not in runs:
-                notice(f"{folder} is left out: there is no run in it.")
+    runs: list[Path] = []
+    empty = []
+    for folder in folders:
+        is_one = holds_run(folder) or not folder.is_dir()
+        found = [folder] if is_one else sorted(filter(holds_run, folder.glob("*")))  # which passes over closed folders
+        runs += found
+        empty += [] if found else [folder]
+    for folder in empty if runs else ():
+        notice(f"{folder} is left out: there is no run in it.")
     return runs or folders
 
 

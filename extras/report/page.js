@@ -94,11 +94,20 @@
       const times = (level) => findings.filter((one) => one.level === level).length;
       return ["warning", "note"].filter(times).map((level) => count(times(level), level)).join(", ") || "nothing";
     };
-    const line = (run) =>
-      [[run.name, " ", state(run)], ...labels.map((label) => run.headline[label] ?? "–"), wrong(run)];
+    const ends = (headline) => labels.map((label) => headline[label] ?? "–");
+    const line = (run, number) =>
+      [[run.name, " ", state(run)], ...ends(run.headline), wrong(run), ...data.varied.map(({ values }) => values[number] ?? "–")];
+    const shared = (group) => ({ values }) => {
+      const found = new Set(values.filter((_, number) => data.runs[number].group === group));
+      return found.size === 1 ? [...found][0] : "";
+    };
+    const mean = ({ group, headline }) =>
+      [make("b", {}, `${group}: mean ± std`), ...ends(headline), "", ...data.varied.map(shared(group))];
     const told = data.runs.map(article), shown = fixedCharts().slice(0, 2);
     if (!several) return box("columns", box("stack", told), box("stack", shown));
-    const compared = card(table(["Run", ...labels, "Looks wrong"], data.runs.map(line)));
+    const settings = data.varied.map(({ key }) => key.split(".").slice(-2).join("."));
+    const heads = ["Run", ...labels, "Looks wrong", ...settings];
+    const compared = card(table(heads, [...data.runs.map(line), ...data.means.map(mean)]));
     return box("stack", compared, box("columns", shown), box("columns", told));
   };
 

@@ -15,15 +15,16 @@ import vl_convert
 
 from configs.errors import printable
 from extras.report.charts import chart_specs
-from extras.report.runs import Curve, RunRecord, differences
+from extras.report.runs import Curve, RunRecord, differences, settings_compared
 from extras.report.samples import pack_samples
-from extras.report.summary import facts, findings, headline, sentences, stages
+from extras.report.summary import facts, findings, group_means, headline, sentences, stages
 
 HERE = Path(__file__).parent
 LARGEST = 64_000_000  # bytes of a page: samples beyond it are left out
 MOST_EVENTS = 2_000  # of a run: the latest
 OF_EVENT = ("time", "level", "text")
 MOST_POINTS = 1_000  # of a curve: a page of charts takes two seconds then
+MOST_VARIED = 8  # settings in the first table of several runs
 DIGITS = 6  # of a number of the curves
 
 
@@ -76,6 +77,8 @@ def page_data(runs: Sequence[RunRecord], room: int | None = None) -> dict[str, A
         },
         "charts": chart_specs(names),
         "differences": differences(runs) if len(runs) > 1 else [],
+        "varied": settings_compared(runs)[:MOST_VARIED] if len(runs) > 1 else [],
+        "means": group_means(runs),
     }
     for run in runs:
         if (apart := -(-len(run.steps) // MOST_POINTS)) > 1:

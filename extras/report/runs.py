@@ -283,6 +283,13 @@ def differences(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return [row for row in table if any(value != row["values"][0] for value in row["values"])]
 
 
+def settings_compared(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Lists what runs compare, as `differences` does: seeds, and settings that all have, but not alike."""
+    known = [without_seed(run) for run in runs if run.settings]
+    keys = {key for one in known for key in one if len({other.get(key, one[key]) for other in known}) > 1}
+    return [row for row in differences(runs) if row["key"] in {*keys, *SEEDS}]
+
+
 def versions(run: RunRecord) -> dict[str, Any]:
     """Returns the commit and the packages of a run's last start."""
     packages = {f"version of {name}": version for name, version in run.start.get("versions", {}).items()}

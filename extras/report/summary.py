@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Any
 
 import yaml
@@ -99,12 +99,29 @@ def training_means(run: RunRecord) -> Iterator[tuple[str, int, float, float]]:
 
 def headline(run: RunRecord) -> dict[str, str]:
     """Returns label → text of what one asks first: did it learn, in how many steps, in how long."""
-    curves = {in_words(name): points(run, name) for name in validations_of(run)[:2]}
-    ends = {title: (curve[0][1], curve[-1][1]) for title, curve in curves.items()}
-    ends |= {title: (first, last) for title, _, first, last in training_means(run)}
-    table = {label: " → ".join(dict.fromkeys(map(short, values))) for label, values in ends.items()}
+    table = {label: " → ".join(dict.fromkeys(map(short, values))) for label, values in ends_of(run).items()}
     times = [duration(seconds) for _, seconds in points(run, "training/seconds")[-1:]]
     return table | {"Steps": str((run.steps or [0])[-1])} | dict(zip(["Time"], times, strict=False))
+
+
+def ends_of(run: RunRecord) -> dict[str, tuple[float, float]]:
+    """Returns the first and the last value of two validations, and of the score or the loss in training, by label."""
+    curves = {in_words(name): points(run, name) for name in validations_of(run)[:2]}
+    ends = {title: (curve[0][1], curve[-1][1]) for title, curve in curves.items()}
+    return ends | {title: (first, last) for title, _, first, last in training_means(run)}
+
+
+def group_means(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Returns of each group of several runs its name, and label → mean ± standard deviation of their last values."""
+    groups: dict[str, list[dict[str, tuple[float, float]]]] = {}
+    for run in runs:
+        groups.setdefault(run.group, []).append(ends_of(run))
+    means = []
+    for name, members in groups.items():
+        lasts = {label: [ends[label][1] for ends in members if label in ends] for ends in members for label in ends}
+        told = {label: f"{short(fmean(some))} ± {short(pstdev(some))}" for label, some in lasts.items()}
+        means += [{"group": name, "headline": told}] if len(members) > 1 else []
+    return means
 
 
 def about_time(run: RunRecord) -> Iterator[str]:

@@ -266,10 +266,42 @@ def test_of_all_folders_of_outputs_those_without_a_run_are_left_out(run, tmp_pat
     assert said.err == f"notice: {tmp_path / 'a_model'} is left out: there is no run in it.\n"
 
 
+def test_a_folder_of_runs_is_all_of_them(tmp_path, capsys):
+    for name in ("b", "a"):
+        write_run(tmp_path / name, steps=1, samples=0)
+    (tmp_path / "a_model").mkdir()
+    main([str(tmp_path)])
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'report.html'}\n" and said.err == ""
+    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text())[1]
+    assert [run["name"] for run in json.loads(data)["runs"]] == ["a", "b"]
+
+
+def test_the_first_table_has_what_differs_and_the_mean_of_each_group(tmp_path):
+    more = {"a_0": {"seed": 0}, "a_1": {"seed": 1}, "b": {"seed": 0}}
+    folders = [
+        write_run(tmp_path / name, 30, 0, **extra, total_epochs=1 + (name == "b")) for name, extra in more.items()
+    ]
+    folders.append(write_run(tmp_path / "c", 30, 0))
+    (tmp_path / "c" / "config.yaml").unlink()
+    data = page_data(runs := read_runs(folders), ALL)
+    assert {row["key"]: row["values"] for row in data["varied"]} == {
+        "trainer.seed": ["0", "1", "0", None],
+        "trainer.total_epochs": ["1", "1", "2", None],
+    }
+    [mean] = data["means"]
+    lasts = [sum(run.metrics["critic/score/mean"].values[-10:]) / 10 for run in runs[:2]]
+    told = f"{np.mean(lasts):.3g} ± {np.std(lasts):.3g}"
+    assert mean["group"] == "a (2 seeds)" and mean["headline"]["Mean score in training"] == told
+
+
 REFUSED = {
     "no run": (["{}/run", "{}/none"], "{}/none is no folder of a run: it is not there"),
     "a file of a run": (["{}/run/metrics.jsonl"], "{}/run/metrics.jsonl is no folder of a run: it is a file"),
-    "an empty folder": (["{}"], "{} is no folder of a run: it has neither metrics.jsonl nor run.json"),
+    "an empty folder": (
+        ["{}/run/samples"],
+        "{}/run/samples is no folder of a run: it has neither metrics.jsonl nor run.json",
+    ),
     "a page that is a folder": (["{}/run", "--out", "{}"], "{} cannot be written (Is a directory): name another"),
     "a page in a file": (["{}/run", "--out", "{}/run/run.json/a"], "{}/run/run.json/a cannot be written ("),
 }

@@ -68,7 +68,8 @@ def test_each_tab_fits_its_window_and_each_chart_is_drawn(browser, report, width
 def test_figures_are_told_where_one_points_in_a_chart(browser, report):
     browser.open(report)
     told = browser.texts("main tr")
-    assert len(told) == 4 and told[3].startswith("b_long") and "→" in told[3] and told[3].endswith("nothing")
+    assert len(told) == 5 and told[4].startswith("a (2 seeds): mean ± std") and " ± 0" in told[4]
+    assert told[3].startswith("b_long") and "→" in told[3] and "nothing" in told[3]
     browser.drawn()
     browser.point(browser.all(".plot canvas")[1])
     told = browser.see("#vg-tooltip-element").text
