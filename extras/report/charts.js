@@ -95,6 +95,13 @@ const charts = (() => {
     return { rows, series: [...series.values()], legend: [...(byGroup ? listed : series).values()] };
   };
 
+  // A drawing's rows as CSV.
+  const csv = ({ rows }) => {
+    const quoted = (cell) => (typeof cell === "string" ? `"${cell.replaceAll('"', '""')}"` : cell);
+    const columns = ["run", "series", "step", "value"];
+    return [columns, ...rows.map((row) => columns.map((name) => quoted(row[name])))].join("\n") + "\n";
+  };
+
   // The drawing of the seconds of one run's steps by stage, each in its own colour in every report; and its title.
   const stages = ({ names, steps, seconds, width }) => {
     const rowsOf = (name, place) =>
@@ -104,5 +111,5 @@ const charts = (() => {
     return { rows: names.flatMap(rowsOf), series, title };
   };
 
-  return { draw, curves, stages };
+  return { draw, curves, csv, stages };
 })();

@@ -66,7 +66,13 @@
       make("span", {}, make("i", { className: "line", style: `border-top:3px ${line} ${colour}` }), name);
     const place = box("plot"), legend = drawing.legend && box("legend", drawing.legend.map(entry));
     charts.draw(place, spec, drawing);
-    return box("chart card", title ? make("h3", {}, title) : null, legend, place);
+    const save = () => {
+      const href = URL.createObjectURL(new Blob([charts.csv(drawing)], { type: "text/csv" }));
+      make("a", { href, download: `${title.replace(/[^\w.-]+/g, "_")}.csv` }).click();
+      setTimeout(() => URL.revokeObjectURL(href), 1000);
+    };
+    const csv = legend && box("end", make("button", { onclick: save, title: "its points, as a file" }, "CSV"));
+    return box("chart card", box("bar", make("h3", {}, title), csv), legend, place);
   };
   const specOf = (id) => data.charts.find((chart) => chart.id === id).spec;
   const fixedCharts = (hidden) =>
@@ -95,8 +101,10 @@
       return ["warning", "note"].filter(times).map((level) => count(times(level), level)).join(", ") || "nothing";
     };
     const ends = (headline) => labels.map((label) => headline[label] ?? "–");
-    const line = (run, number) =>
-      [[run.name, " ", state(run)], ...ends(run.headline), wrong(run), ...data.varied.map(({ values }) => values[number] ?? "–")];
+    const line = (run, number) => {
+      const settings = data.varied.map(({ values }) => values[number] ?? "–");
+      return [[run.name, " ", state(run)], ...ends(run.headline), wrong(run), ...settings];
+    };
     const shared = (group) => ({ values }) => {
       const found = new Set(values.filter((_, number) => data.runs[number].group === group));
       return found.size === 1 ? [...found][0] : "";

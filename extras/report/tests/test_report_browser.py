@@ -76,6 +76,13 @@ def test_figures_are_told_where_one_points_in_a_chart(browser, report):
     assert "step" in told and "a (2 seeds)" in told and "b" in told and "undefined" not in told
 
 
+def test_the_points_of_a_chart_are_saved_as_csv(browser, report):
+    browser.open(report)
+    browser.run("HTMLAnchorElement.prototype.click = function () { window.saved = this.download; }")
+    browser.click(".chart button", "CSV")
+    assert browser.run("return window.saved") == "Validation.csv"
+
+
 def rows(browser: Browser) -> list[list[str]]:
     return [row.split("\n") for row in (found.text for found in browser.all(".sample"))]
 

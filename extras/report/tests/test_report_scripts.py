@@ -59,6 +59,11 @@ def test_bars_that_are_means_are_called_so():
     assert drawing_of(["gen"], 3)["rows"][0]["width"] == 3
 
 
+def test_the_points_of_a_chart_are_csv():
+    rows = [{"run": 'a "b", c', "series": "kl", "step": 1, "value": 0.5}]
+    assert run("charts.csv(given[0])", {"rows": rows}) == 'run,series,step,value\n"a ""b"", c","kl",1,0.5\n'
+
+
 @pytest.mark.parametrize(("dark", "least", "most"), [(False, 0.2, 0.4), (True, 0.7, 0.9)], ids=["light", "dark"])
 def test_raw_points_are_seen_in_the_dark(dark, least, most):
     draw = "charts.draw({ style: {} }, given[0], { rows: [], series: [] })"
