@@ -67,8 +67,16 @@ const charts = (() => {
   // Draws into `place` when that is first seen, and anew when light turns to dark, until it is taken from the page.
   const draw = (place, spec, drawing) => {
     place.style.minHeight = `${spec.height}px`;
-    drawn.set(place, { spec, ...drawing });
+    drawn.set(place, { spec, ...drawing, view: drawn.get(place)?.view });
     seen.observe(place);
+  };
+
+  // The spec with a logarithmic axis: of values above zero, without the band, whose lower end may be below it.
+  const logarithmic = (spec) => {
+    const scaled = ({ encoding: { y, ...others }, ...layer }) =>
+      ({ ...layer, encoding: y ? { ...others, y: { ...y, scale: { type: "log" } } } : others });
+    const layer = spec.layer.filter(({ mark }) => mark.type !== "area").map(scaled);
+    return { ...spec, transform: [{ filter: "datum.value > 0" }, ...spec.transform], layer };
   };
 
   const look = (colour, line = 0) => {
@@ -111,5 +119,5 @@ const charts = (() => {
     return { rows: names.flatMap(rowsOf), series, title };
   };
 
-  return { draw, curves, csv, stages };
+  return { draw, logarithmic, curves, csv, stages };
 })();

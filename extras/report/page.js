@@ -71,8 +71,14 @@
       make("a", { href, download: `${title.replace(/[^\w.-]+/g, "_")}.csv` }).click();
       setTimeout(() => URL.revokeObjectURL(href), 1000);
     };
-    const csv = legend && box("end", make("button", { onclick: save, title: "its points, as a file" }, "CSV"));
-    return box("chart card", box("bar", make("h3", {}, title), csv), legend, place);
+    const turn = ({ target }) => {
+      const isLog = target.ariaPressed !== "true";
+      target.ariaPressed = String(isLog);
+      charts.draw(place, isLog ? charts.logarithmic(spec) : spec, drawing);
+    };
+    const log = make("button", { onclick: turn, ariaPressed: "false", title: "values above zero" }, "log y");
+    const csv = make("button", { onclick: save, title: "its points, as a file" }, "CSV");
+    return box("chart card", box("bar", make("h3", {}, title), legend && box("end", log, csv)), legend, place);
   };
   const specOf = (id) => data.charts.find((chart) => chart.id === id).spec;
   const fixedCharts = (hidden) =>

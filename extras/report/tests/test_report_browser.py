@@ -83,6 +83,18 @@ def test_the_points_of_a_chart_are_saved_as_csv(browser, report):
     assert browser.run("return window.saved") == "Validation.csv"
 
 
+def test_a_chart_has_a_logarithmic_axis_if_asked(browser, report):
+    browser.open(report)
+    browser.drawn()
+    picture = "return document.querySelector('.plot canvas').toDataURL()"
+    before = browser.run(picture)
+    browser.click(".chart button", "log y")
+    browser.wait(lambda: browser.run(picture) != before)
+    browser.drawn()
+    browser.click(".chart button", "log y")
+    browser.wait(lambda: browser.run(picture) == before)
+
+
 def rows(browser: Browser) -> list[list[str]]:
     return [row.split("\n") for row in (found.text for found in browser.all(".sample"))]
 

@@ -97,3 +97,9 @@ def test_what_is_no_markup_stays_text():
         True,
         *[False] * 3,
     ]
+
+
+def test_a_logarithmic_axis_shows_what_is_above_zero():
+    spec = run("charts.logarithmic(given[0])", specs()["metric"])
+    assert spec["transform"][0] == {"filter": "datum.value > 0"} and len(spec["layer"]) == 4
+    assert {layer["encoding"]["y"]["scale"]["type"] for layer in spec["layer"][:3]} == {"log"}
