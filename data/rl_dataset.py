@@ -242,7 +242,7 @@ class RLHFDataset(Dataset):
             if origin.source and not row.get(key):
                 row[key] = origin.source
         lengths = [len(ids) for ids in self.prompt_ids]
-        description = f"prompts of {min(lengths)} to {max(lengths)} tokens"
+        description = f"prompts of {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} tokens"
         print_report(data_files, len(self.rows), description, self.left_out)
 
     def _measured(self) -> Table:

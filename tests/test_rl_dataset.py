@@ -148,6 +148,12 @@ def test_messages_without_a_template_become_lines_with_one_notice(untemplated, c
         encode_prompt([{"role": "user", "content": [{"type": "text", "text": "?"}]}], untemplated)
 
 
+@pytest.mark.parametrize(("prompts", "said"), [(["1+1=", "2+2="], "4 tokens"), (["1+1=", "10+10="], "4 to 6 tokens")])
+def test_prompts_of_one_length_are_not_from_it_to_it(tmp_path, untemplated, capsys, prompts, said):
+    dataset(write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in prompts]), untemplated)
+    assert f"prompts of {said}" in capsys.readouterr().out
+
+
 def test_nulls_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path, tokenizer):
     prompt = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "user", "content": "b"}]
     row = dataset(write(tmp_path / "rows.parquet", [{"prompt": prompt}]), tokenizer)[0]
