@@ -34,7 +34,8 @@ ELSEWHERE = {  # name in other frameworks → ours
     "max_grad_norm": "clip_grad", "max_new_tokens": "max_response_length", "max_steps": "total_training_steps",
     "num_epochs": "total_epochs", "num_generations": "n", "num_samples": "n", "num_train_epochs": "total_epochs",
     "output_dir": "default_local_dir", "rollout_n": "n", "run_name": "experiment_name", "save_steps": "save_freq",
-    "seed": "trainer.seed", "steps": "total_training_steps", "total_steps": "total_training_steps",
+    "seed": "trainer.seed", "steps": "total_training_steps",
+    "total_step": "total_training_steps", "total_steps": "total_training_steps",
     "val_freq": "test_freq", **dict.fromkeys(("model", "model_name", "model_name_or_path", "model_path"), "model.path"),
 }  # fmt: skip
 notices.setLevel(NOTICE)

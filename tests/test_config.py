@@ -313,6 +313,7 @@ def test_values_with_a_default_ask_for_no_critic(estimator):
         ("max_grad_norm", "actor_rollout_ref.actor.optim.clip_grad"),
         ("trainer.output_dir", "trainer.default_local_dir"),
         ("total_steps", "trainer.total_training_steps"),
+        ("trainer.total_step", "trainer.total_training_steps"),
         ("batch_size", "data.train_batch_size"),
         ("num_epochs", "trainer.total_epochs"),
         ("model", "actor_rollout_ref.model.path"),

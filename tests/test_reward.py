@@ -250,6 +250,7 @@ def test_an_interrupt_ends_an_async_reward_at_once(blocks):
     ("function", "reward_kwargs", "message"),
     [
         (lambda text: 1.0, {}, "none of the known forms.*compute_score"),
+        (lambda solution, ground_truth: 1.0, {}, "Did you mean 'solution_str'"),
         (
             lambda solution_str, reward_router_address: 1.0,
             {},

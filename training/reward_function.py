@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, nearest_by_last_part
 from configs.extras import find
 from configs.import_utils import bind, callable_name, is_setting, load_extern_object, required_arguments
 from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig, WeightedFunctionConfig
@@ -73,8 +73,11 @@ class Form:
         takes_lists = not takes_data and not kinds.keys().isdisjoint(("solution_strs", "responses", "environments"))
         self.columns = ARGUMENTS if self.takes_one_response else LISTS if takes_lists else {}
         if not self.columns and not takes_data:
+            names = ["solution_str", "solution_strs", "response", "responses"]
+            near = [match for name in kinds for match in nearest_by_last_part(name, names)]
+            guess = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"the reward function {callable_name(function)}{signature} has none of the known forms: {FORMS}."
+                f"the reward function {callable_name(function)}{signature} has none of the known forms: {FORMS}.{guess}"
             )
         known, self.of_data = {"data", "tokenizer"}, set[str]()
         if self.columns:
