@@ -31,6 +31,7 @@ class Neighbours:
     """Finds modules beside the files that were loaded, after all that sys.path has."""
 
     folders: ClassVar[list[str]] = []
+    loaded: ClassVar[set[str]] = set()  # names of the modules that `load_module` or this finder has found
     checked_at: ClassVar[float] = math.inf  # when a run last looked whether files have changed
 
     @classmethod
@@ -38,7 +39,10 @@ class Neighbours:
         spec = PathFinder.find_spec(name, cls.folders, target) if path is None else None
         if spec is None or spec.origin is None:  # a folder of that name alone is no module
             return None
-        return spec if is_users(spec.origin) else None  # custom/gym must not stand in for gym
+        if not is_users(spec.origin):  # custom/gym must not stand in for gym
+            return None
+        cls.loaded.add(name)
+        return spec
 
 
 class Imports:
@@ -89,18 +93,14 @@ def load_module(path: str) -> ModuleType:
 
 
 def forget_changed_files() -> None:
-    """Has users' files executed anew, in a notebook's next run, if one has changed since the last call.
-
-    Files of custom/ that have not changed stay, as this project imports some of them.
-    """
+    """Has the files that were loaded here executed anew, in a notebook's next run, if one has changed since the last
+    call. Modules that were imported before they were loaded are others' too, and stay."""
     last, Neighbours.checked_at = Neighbours.checked_at, time.time()
-    loaded = {name: Path(vars(module).get("__file__") or "") for name, module in sys.modules.items()}
-    loaded = {name: file for name, file in loaded.items() if str(file.parent) in Neighbours.folders}
-    users = {name: file for name, file in loaded.items() if name != "__main__" and is_users(str(file))}
-    changed = [name for name, file in users.items() if file.stat().st_mtime > last]
-    for name in users if changed else ():
-        if name in changed or not name.startswith("custom."):
-            del sys.modules[name]
+    files = [Path(sys.modules[name].__file__) for name in Neighbours.loaded if name in sys.modules]
+    if any(file.is_file() and file.stat().st_mtime > last for file in files):
+        for name in Neighbours.loaded:
+            sys.modules.pop(name, None)
+        Neighbours.loaded.clear()
 
 
 def load_modules(paths: str | list[str] | None) -> list[ModuleType]:
@@ -234,11 +234,13 @@ def _name_and_file(function: Callable) -> tuple[str, str]:
 def _load_file(file: Path) -> ModuleType:
     if str(file.parent) not in Neighbours.folders:
         Neighbours.folders.append(str(file.parent))
-    if name := _importable_name(file):
-        return importlib.import_module(name)
-    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    importable = _importable_name(file)
+    name = importable or f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
+    Neighbours.loaded.add(name)
+    if importable:
+        return importlib.import_module(name)
     loader = SourceFileLoader(name, str(file))
     module = module_from_spec(spec_from_file_location(name, file, loader=loader))
     sys.modules[name] = module  # before it runs: dataclasses look their module up while they are made
