@@ -54,7 +54,7 @@ def test_verls_user_asks_until_the_answer_is_right(write):
     ]
     assert (wrong.reward, wrong.end_reason) == (0.0, None)
     assert (right.reward, right.end_reason) == (1.0, "terminated")
-    assert right.columns["turn_scores"] == [0.0, 1.0]
+    assert asyncio.run(episode.finish()).columns["turn_scores"] == [0.0, 1.0]
 
 
 def test_a_script_is_said_line_by_line_and_ends_early_where_that_is_asked_for(write):
