@@ -22,6 +22,7 @@ FOLDERS = ("configs", "data", "training", "workers", "extras", "scripts", "custo
 FRAMEWORK = [ROOT / part for part in FOLDERS]
 ENTRANCES = [(str(ROOT / "custom/env_wrapper.py"), name) for name in ("make_env", "make_text_env")]  # into custom/gym
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+REFUSED, TEMPORARY = 2, 75  # exit codes; after another error it is 1; 75 is EX_TEMPFAIL of sysexits.h
 NOTICE = (logging.INFO + logging.WARNING) // 2  # the level of notices
 logger = logging.getLogger(__name__)
 notices = logging.getLogger("notice")
@@ -55,9 +56,13 @@ class ConfigError(ValueError):
         self.key = key or re.split("[=: ]", message, maxsplit=1)[0]
 
 
+class MayPass(RuntimeError):
+    """An error whose cause may pass, so that the same command may succeed when it is run again."""
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turns a mistake of the user into one line on stderr, `error: …`, and exit code 2; used before workers start.
+    """Turns a mistake of the user into one line on stderr, `error: …`, and ends; used before workers start.
 
     Mistakes are errors that this repository raises on purpose, and all errors from the user's files, with their line.
     """
@@ -74,18 +79,22 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def late_refusals() -> Iterator[None]:
-    """Ends the command with one line at a ConfigError, at any time: some settings prove wrong only when workers run."""
+    """Ends the command with one line at a ConfigError, at any time: some settings prove wrong only when workers run.
+    After the traceback of an error whose cause may pass, it says so by its exit code."""
     try:
         yield
     except ConfigError as error:
         if shows_tracebacks():
             raise
         refuse(str(error), error)
+    except MayPass as error:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(TEMPORARY) from error
 
 
 def refuse(message: str, error: Exception) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2) from error
+    raise SystemExit(TEMPORARY if isinstance(error, MayPass) else REFUSED) from error
 
 
 @contextmanager

@@ -6,6 +6,7 @@ extra adds to the schema. Any folder of extras/ can be deleted: a setting that a
 
 from collections.abc import Iterator
 from dataclasses import make_dataclass
+from functools import reduce
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,7 @@ TABLE: dict[str, dict[str, str]] = {
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
     "imports": {"verl": "extras.verl.imports:StandIns"},
     # by the setting that asks for it
+    "parent": {"trainer.max_restarts": "extras.restarts.restarts:supervise"},  # of the process that is to run
     "stage": {
         "reward.reward_model.enable": "extras.reward_model.stage:ModelScores",
         "algorithm.rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
@@ -90,6 +92,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "dry_run": ("trainer.dry_run",),
     "datagen": ("data.datagen",),
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
+    "restarts": ("trainer.max_restarts",),
     "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch"),
     "gym": ("env.processes",),
     "interactions": ("multi_turn.interaction_config_path",),
@@ -151,6 +154,12 @@ def check_present(kind: str, name: str, key: str = "") -> None:
 def has(kind: str, name: str) -> bool:
     """Says whether the table has the name, and this copy what it stands for."""
     return name in TABLE[kind] and is_here(TABLE[kind][name].partition(":")[0])
+
+
+def asked_for(kind: str, config: Any) -> list[Any]:
+    """Finds the objects of a kind that goes by settings, where `config` has these and they are set."""
+    keys = [key for key in present(kind) if reduce(lambda at, name: at and at.get(name), key.split("."), config)]
+    return [find(kind, key) for key in keys]
 
 
 def present(kind: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ from yaml import YAMLError
 
 from configs.checks import check_config
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
-from configs.extras import absence, absent_extra_of, commands, find, present
+from configs.extras import absence, absent_extra_of, asked_for, commands, find, present
 from configs.paths import home_spelt_out
 from configs.schema import Config
 from configs.settings import (
@@ -83,6 +83,8 @@ def command(
             config = load_config(arguments, schema)
             check_is_whole(arguments, config)
             check(config)
+        for parent in asked_for("parent", config) if argv is None else ():
+            config = parent(config)  # comes back in the process that is to run
         with late_refusals():
             module, _, function = run.rpartition(".")
             getattr(import_module(module), function)(config)

@@ -552,6 +552,8 @@ class RunConfig(Frozen):
     resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
     trust_checkpoint: bool = setting(False, "Unpickle what a checkpoint holds of a sampler's, and so run its code.")
 
+    placement_seconds = 60  # for other runs to free what this one asks of a Ray cluster
+
     @property
     def action(self) -> str:
         """Names what main.py does with a trainer, in the table of configs/extras.py."""
@@ -575,7 +577,7 @@ class RunConfig(Frozen):
 
 
 @dataclass
-class TrainerConfig(section("dry_run"), section("report"), section("watch"), RunConfig):
+class TrainerConfig(section("dry_run"), section("report"), section("watch"), section("restarts"), RunConfig):
     cls: str = setting("training.ray_trainer:RayPPOTrainer", "The trainer: a subclass of yours, file.py:Class.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")

@@ -8,6 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from configs.errors import MayPass
+
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before another try; it doubles each time
 CONNECT_SECONDS = 10
 MOST_BYTES = 64 << 20  # of an answer
@@ -17,7 +19,7 @@ MAX_MESSAGE = 500  # characters of what a server answers that are passed on
 Json = dict[str, Any]
 
 
-class ServerError(ConnectionError):
+class ServerError(MayPass, ConnectionError):
     """The server cannot be reached, fails each time, or does not answer in time."""
 
 

@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from yaml import YAMLError
 
-from configs.errors import ConfigError, first_line
+from configs.errors import ConfigError, MayPass, first_line
 from configs.paths import find_path
 from configs.schema import Config
 from configs.settings import safe_settings, without_secrets
@@ -116,10 +116,10 @@ class Saver:
         return {"training/failed_saves": 1.0}
 
     def check(self, step: int) -> None:
-        """Raises RuntimeError if the save of `step`, the last, failed: what was learnt since is lost."""
+        """Raises MayPass if the save of `step`, the last, failed: what was learnt since is lost."""
         if self.error:
             newest = find_checkpoint(self.root, "auto", None)
-            raise RuntimeError(
+            raise MayPass(
                 f"step {step}, the last, could not be saved ({first_line(self.error)}). The newest checkpoint in "
                 f"{self.root} is {newest.name if newest else 'none'}: start the run again."
             ) from self.error

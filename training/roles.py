@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from configs.extras import find, present
+from configs.errors import MayPass
+from configs.extras import asked_for, find, present
 from configs.import_utils import load_extern_object, required_arguments
 from configs.schema import Config
 from data.types import Stage
@@ -20,7 +21,7 @@ TEACHER_KEY = "actor_rollout_ref.ref.model"
 OF_POLICY = ("old_log_probs", "entropys", "sum_pi_squared")  # columns of the log-prob pass of the policy in training
 
 
-class WorkerError(RuntimeError):
+class WorkerError(MayPass):
     """A worker in another process failed; the message carries its rank and traceback."""
 
 
@@ -128,7 +129,7 @@ for name in present("role"):  # of extras
 
 def stages(config: Config) -> list[type[Stage]]:
     """Lists the stages of a run, in the order of the table."""
-    return [find("stage", key) for key in present("stage") if reduce(getattr, key.split("."), config)]
+    return asked_for("stage", config)
 
 
 def columns_made(config: Config) -> set[str]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from configs.checks import check_output_folder, check_sources
 from configs.errors import ConfigError
+from configs.extras import section
 from configs.schema import (
     CheckpointConfig,
     DatasetClassConfig,
@@ -51,7 +52,7 @@ class SFTDataConfig(Open):
 
 
 @dataclass
-class SFTTrainerConfig(RunConfig):
+class SFTTrainerConfig(section("restarts"), RunConfig):
     test_freq: Any = setting(
         -1,
         "Validate every so many steps, or after_each_epoch, and after the last; -1: after it only.",
