@@ -139,7 +139,7 @@ def find(kind: str, name: str, key: str = "") -> Any:
     """
     if name not in TABLE[kind]:
         users = import_module("configs.import_utils")  # it imports this module
-        return users.load_extern_object(*users.split_object(name))
+        return users.load_extern_object(*users.split_object(name), key)
     check_present(kind, name, key)
     module, _, attribute = TABLE[kind][name].partition(":")
     return getattr(import_module(module), attribute)

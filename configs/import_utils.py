@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,8 +66,14 @@ def foreign_imports() -> list[type[Imports]]:
     return [find("imports", name) for name in present("imports")]
 
 
-def load_module(path: str) -> ModuleType:
+def with_key(path: str, key: str) -> str:
+    return f"{key}={path}" if key else path
+
+
+def load_module(path: str, key: str = "") -> ModuleType:
     """Returns the module at `path`: a file (as `find_path` finds it, or "file://…"), "pkg://a.b", or "a.b".
+
+    Errors name `key`, the setting that gave the path.
 
     Raises:
         FileNotFoundError: no such file.
@@ -80,7 +87,9 @@ def load_module(path: str) -> ModuleType:
     dotted = path.removeprefix("pkg://").replace("/", ".")
     is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
     if is_file and not file.is_file():
-        raise FileNotFoundError(f"{path}: there is no file {file.absolute()}: give a path, or a dotted module.")
+        raise FileNotFoundError(
+            f"{with_key(path, key)}: there is no file {file.absolute()}: give a path, or a dotted module."
+        )
     if is_file:
         check_imports(file.resolve())
     try:
@@ -88,8 +97,10 @@ def load_module(path: str) -> ModuleType:
     except Exception as error:  # whatever a user's file raises is passed on as the cause
         if not is_file and _is_missing(dotted, error):
             state = f"it is {MOVED[dotted]} now" if dotted in MOVED else f"neither a file in {Path.cwd()} nor a module"
-            raise ModuleNotFoundError(f"{path}: {state}.") from None
-        raise RuntimeError(f"Error loading module from {path}: {type(error).__name__}: {error}") from error
+            raise ModuleNotFoundError(f"{with_key(path, key)}: {state}.") from None
+        raise RuntimeError(
+            f"Error loading module from {with_key(path, key)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def forget_changed_files() -> None:
@@ -103,24 +114,25 @@ def forget_changed_files() -> None:
         Neighbours.loaded.clear()
 
 
-def load_modules(paths: str | list[str] | None) -> list[ModuleType]:
+def load_modules(paths: str | list[str] | None, key: str = "") -> list[ModuleType]:
     """Returns the modules at one path or several, in order (see `load_module`); None: none."""
-    return [load_module(path) for path in ([paths] if isinstance(paths, str) else paths or [])]
+    return [load_module(path, key) for path in ([paths] if isinstance(paths, str) else paths or [])]
 
 
-def load_extern_object(path: str, name: str | None) -> Any:
-    """Returns the object called `name` in the module at `path` (see `load_module`).
+def load_extern_object(path: str, name: str | None, key: str = "") -> Any:
+    """Returns the object called `name` in the module at `path`; `key` is the setting that gave it (see `load_module`).
 
     Raises:
         ValueError: a path without a name.
         AttributeError: the module has no such object; lists the public ones.
     """
     if not name:
-        raise ValueError(f"{path} is given without the name of the object in it: set its `name`.")
-    module = load_module(path)
+        raise ValueError(f"{with_key(path, key)} is given without the name of the object in it: set its `name`.")
+    module = load_module(path, key)
     if name not in vars(module) and type(module) is ModuleType:  # other types report themselves what they lack
-        public = (key for key, value in vars(module).items() if key[0] != "_" and not isinstance(value, ModuleType))
-        raise AttributeError(f"Object not found in module: {path} has no {name!r}; it has {', '.join(sorted(public))}.")
+        public = sorted(k for k, value in vars(module).items() if k[0] != "_" and not isinstance(value, ModuleType))
+        problem = f"{with_key(path, key)} has no {name!r}; it has {', '.join(public)}."
+        raise AttributeError(f"Object not found in module: {problem}")
     return getattr(module, name)
 
 
@@ -131,7 +143,7 @@ def load_subclass(path: str, name: str | None, base: type, key: str) -> type:
         TypeError: it is no subclass of `base`.
         ValueError: it overrides a method of another project's that nothing calls here.
     """
-    loaded = load_extern_object(path, name)
+    loaded = load_extern_object(path, name, re.sub("name$", "path", key))
     if not isinstance(loaded, type) or not issubclass(loaded, base):
         needed = f"{base.__module__}.{base.__name__}"
         raise TypeError(f"{key}={name} in {path} is {loaded!r}; it must be a subclass of {needed}.")

@@ -5,8 +5,10 @@ A thread that waits for work spins before it sleeps. Without spinning a small mo
 """
 
 import atexit
+import io
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -39,6 +41,32 @@ UNANSWERED = (signal.SIG_DFL, signal.default_int_handler)  # else ignored, as un
 STOPPED = "stopped by {}; once more kills the process. HYDRA_FULL_ERROR=1 shows where it was."
 
 ended_by: list[int] = []  # the signal that is ending this process, if one is
+
+
+class LeavablePipe(io.FileIO):
+    """A pipe whose reader may leave, as `head` does: what is written then goes nowhere, and the command continues."""
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # processes that are started later inherit it
+            os.close(nowhere)
+            return super().write(data)
+
+
+def let_readers_leave() -> None:
+    """Makes pipes at stdout and stderr leavable; commands call it by importing this module."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue  # a test or a notebook has put another there
+        if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+            pipe = LeavablePipe(stream.fileno(), "w", closefd=False)
+            buffer = pipe if stream.write_through else io.BufferedWriter(pipe)
+            as_before = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            setattr(sys, name, io.TextIOWrapper(buffer, **as_before))
 
 
 def prepare_process() -> None:
@@ -231,3 +259,6 @@ def cpu_quota(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/f
     folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
     limits = [(folder / "cpu.max").read_text().split() for folder in folders if (folder / "cpu.max").is_file()]
     return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
+
+
+let_readers_leave()  # here, as every command imports this file first

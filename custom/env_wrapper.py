@@ -135,7 +135,7 @@ def make_env(
     """
     module, name, _ = split_id(env_id)
     if module:
-        load_module(module)  # registers the id, and may add the entry
+        load_module(module, "env.id")  # registers the id, and may add the entry
     latest = find_highest_version(None, name)  # gymnasium takes it for an id without a version
     entry = dict(ENVIRONMENTS.get(name, ENVIRONMENTS.get(f"{name}-v{latest}", {})))
     env_kwargs = dict(entry.pop("env_kwargs", {}))

@@ -32,6 +32,7 @@ from data.rows import (
     Encoded,
     Origin,
     check_is_text,
+    files_key,
     filled_columns,
     given_ids,
     kwargs_in,
@@ -213,7 +214,8 @@ class RLHFDataset(Dataset):
 
     def _read_files_and_tokenize(self) -> None:
         """Sets `dataframe` to the rows of `data_files`. A hook of verl's."""
-        rows = self._sample(read_rows(self.data_files, self.unread), self.max_samples)
+        key = files_key(self.original_data_files, self.config)
+        rows = self._sample(read_rows(self.data_files, self.unread, key), self.max_samples)
         self.dataframe = Table([row for _, row in rows], [origin for origin, _ in rows])
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 

@@ -77,13 +77,14 @@ Found = tuple[Origin, Row | BadRow]
 
 
 def read_rows(
-    data_files: str | Path | Iterable[str | Path], bad: list[BadRow] | None = None
+    data_files: str | Path | Iterable[str | Path], bad: list[BadRow] | None = None, key: str = ""
 ) -> list[tuple[Origin, Row]]:
     """Reads all rows of one or several sources, as plain python objects, in order.
 
     A row without `prompt` gets it from `instruction` (and a text in `input` below it) or from `messages` (an answer at
     the end becomes `response`); one without `response` gets it from `output`. Rows that lack a column of others hold
-    None there. Rows that cannot be read are raised, or added to `bad` where it is given.
+    None there. Rows that cannot be read are raised, or added to `bad` where it is given. Errors name `key`, the setting
+    that gave the files.
 
     Raises:
         FileNotFoundError: no such file.
@@ -93,7 +94,7 @@ def read_rows(
     rows = []
     for source in sources:
         name = source_name(source)
-        for origin, row in read_source(source):
+        for origin, row in read_source(source, key):
             if not isinstance(row, BadRow):
                 rows.append((origin._replace(source=name), standard_names(row)))
             elif bad is None:
@@ -221,8 +222,8 @@ def source_name(source: str | Path) -> str:
     return path.name if path.exists() else path.parent.name
 
 
-def read_source(source: str | Path) -> Iterator[Found]:
-    """Returns the rows of one entry of data.train_files, in order.
+def read_source(source: str | Path, key: str = "") -> Iterator[Found]:
+    """Returns the rows of one entry of data.train_files, or of the setting `key`, in order.
 
     Raises:
         FileNotFoundError: no such file, folder or data set.
@@ -231,18 +232,18 @@ def read_source(source: str | Path) -> Iterator[Found]:
     scheme, _, rest = str(source).partition(":")
     if scheme in TABLE["source"]:
         name, _, query = rest.partition("?")
-        return find("source", scheme, "data.train_files")(str(source), name, dict(parse_qsl(query)))
+        return find("source", scheme, key or "data.train_files")(str(source), name, dict(parse_qsl(query)))
     folder = find_path(source)
     if folder.name.endswith(ENDINGS_OF_DATASETS):
-        return find("source", "datasets", "data.train_files")(str(source), str(folder), {})
+        return find("source", "datasets", key or "data.train_files")(str(source), str(folder), {})
     if any((folder / name).is_file() for name in SAVED_TO_DISK):
-        return find("source", "datasets", "data.train_files")(str(source), str(folder), {})
+        return find("source", "datasets", key or "data.train_files")(str(source), str(folder), {})
     try:
         files = source_files(source)
     except FileNotFoundError as error:
         hub = f" For a data set of the hub, write datasets:{source}." if HUB_NAME.fullmatch(str(source)) else ""
-        raise FileNotFoundError(f"data file {error} data.train_files and data.val_files name a run's.{hub}") from error
-    return (row for file in files for row in read_file(file))
+        raise FileNotFoundError(f"{file_with_key(error, key)}{hub}") from error
+    return (row for file in files for row in read_file(file, key))
 
 
 @runtime_checkable
@@ -270,10 +271,25 @@ def value_in(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def read_file(path: Path) -> Iterator[Found]:
+def files_key(data_files: list[Any], config: Any) -> str:
+    """Returns which setting of a data section gave `data_files`; "" if none of these did."""
+    for name in ("train_files", "val_files"):
+        named = getattr(config, name)
+        if data_files and data_files == ([named] if isinstance(named, str) else named):
+            return f"data.{name}"
+    return ""
+
+
+def file_with_key(path: object, key: str) -> str:
+    return f"{key}={path}" if key else f"data file {path}"
+
+
+def read_file(path: Path, key: str = "") -> Iterator[Found]:
     """Reads the rows of one file, in order; raises ValueError for an unknown ending, or for what is not its format."""
     if path.suffix not in DATA_ENDINGS:
-        raise ValueError(f"data file {path}: unknown ending {path.suffix!r}; known are {', '.join(DATA_ENDINGS)}.")
+        raise ValueError(
+            f"{file_with_key(path, key)}: unknown ending {path.suffix!r}; known are {', '.join(DATA_ENDINGS)}."
+        )
     try:
         if path.suffix == ".parquet":  # pandas would make floats of integers beside a null
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
@@ -289,7 +305,7 @@ def read_file(path: Path) -> Iterator[Found]:
         if content.lstrip().startswith(b"["):
             json.loads(content)  # raises
     except (pyarrow.ArrowException, csv.Error, OSError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"data file {path}: it cannot be read as {path.suffix[1:]}: {error}") from error
+        raise ValueError(f"{file_with_key(path, key)}: it cannot be read as {path.suffix[1:]}: {error}") from error
     return read_json_lines(str(path), content)
 
 

@@ -382,7 +382,7 @@ def load_tools(settings: MultiTurnConfig) -> dict[str, BaseTool]:
 
 def tools_of_functions(path: str) -> list[FunctionTool]:
     """Returns the functions marked with `@function_tool`; if there are none, all public ones that the file defines."""
-    module = load_module(path)
+    module = load_module(path, f"{KEY}.function_tool_path")
     functions = {name: value for name, value in vars(module).items() if isinstance(value, types.FunctionType)}
     if marked := [vars(function)[TOOL_MARK] for function in functions.values() if TOOL_MARK in vars(function)]:
         return marked

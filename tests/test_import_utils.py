@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from configs.import_utils import Neighbours, bind, forget_changed_files, load_extern_object, load_module
+from configs.import_utils import Neighbours, bind, forget_changed_files, load_extern_object, load_module, load_subclass
 from configs.paths import ROOT
 
 REWARD = """
@@ -117,6 +117,8 @@ def test_a_missing_file_names_the_path_where_it_was_looked_for(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"rewards/mine.py: there is no file {tmp_path}/rewards/mine.py"):
         load_module("rewards/mine.py")
+    with pytest.raises(FileNotFoundError, match=r"^data.custom_cls.path=mine.py: there is no file"):
+        load_subclass("mine.py", "Mine", object, "data.custom_cls.name")
 
 
 def test_a_missing_module_says_that_it_is_neither_file_nor_module(tmp_path, monkeypatch):

@@ -144,3 +144,18 @@ def test_refusals_show_their_traceback_to_who_asks():
     )
     assert plain.returncode == 2 and "Traceback" not in plain.stderr
     assert full.returncode == 1 and "Traceback" in full.stderr and "Did you mean 'trainer.seed'" in full.stderr
+
+
+LEFT = """
+import configs.process, sys, time
+print("first", flush=True)
+time.sleep(0.5)  # the reader leaves
+print("second", flush=True)
+print("third", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_reader_that_leaves_ends_neither_a_command_nor_its_exit():
+    command = f"{sys.executable} -c '{LEFT}' 2>&1 | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("first\n0\n", "")

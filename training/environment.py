@@ -91,7 +91,7 @@ def build_environment(config: Config) -> Any | None:
         return None
     if agent := config.actor_rollout_ref.rollout.agent.default_agent_loop:
         raise ConfigError(f"{AGENT_KEY}.default_agent_loop={agent} plays rows, and env.id={settings.id} is set too.")
-    factory = load_extern_object(settings.path, settings.name)
+    factory = load_extern_object(settings.path, settings.name, "env.path")
     seed = derive_seed(config.trainer.seed, "environment")
     arguments = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
     optional = {  # which a factory need not know

@@ -70,7 +70,7 @@ from training.roles import (
 from training.tracking import check_observers
 
 ROWS_LOOKED_AT = 32  # from all over the data set
-MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+LIB_KEY, MULTI_TURN = "actor_rollout_ref.model.external_lib", "actor_rollout_ref.rollout.multi_turn"
 
 
 @dataclass
@@ -104,7 +104,7 @@ def prepare(config: Config) -> Parts:
     """Builds tokenizer, environment, reward and data, the cheap ones first; raises what cannot work, with its key."""
     seed_everything(config.trainer.seed)
     forget_changed_files()
-    load_modules(config.actor_rollout_ref.model.external_lib)  # first: it may register what the rest looks up
+    load_modules(config.actor_rollout_ref.model.external_lib, LIB_KEY)  # first: it may register what the rest looks up
     trainer_class = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
     check_observers(config)
     check_algorithm(config)
@@ -225,8 +225,7 @@ def check_known(config: Config, key: str, name: str, registry: Mapping[str, Any]
         decorator = "register_adv_est" if registry is ADV_ESTIMATOR_REGISTRY else "register_policy_loss"
         raise ConfigError(
             f"{key}={name}: there is none of this name.{guess} There are {list(registry)}; one of yours stands under "
-            f"@{decorator}({name!r}) in a file that actor_rollout_ref.model.external_lib names; it names "
-            f"{loaded or 'none'}."
+            f"@{decorator}({name!r}) in a file that {LIB_KEY} names; it names {loaded or 'none'}."
         )
     function = registry[name]
     is_users_estimator = registry is ADV_ESTIMATOR_REGISTRY and not function.__module__.startswith("training.")

@@ -91,7 +91,8 @@ def reward_of(config: RewardConfig, environment: Any | None) -> str:
 
 def load_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
     """Loads the manager of custom/reward_manager.py, or of the user's file, around the environment."""
-    manager = load_extern_object(settings.reward_manager.path, settings.reward_manager.name)
+    chosen = settings.reward_manager
+    manager = load_extern_object(chosen.path, chosen.name, "reward.reward_manager.path")
     parameters = inspect.signature(manager).parameters  # **kwargs do not count: a subclass may hand them on to ours
     offered = {"tokenizer": run.tokenizer, "config": run.config}
     arguments = {name: value for name, value in offered.items() if name in parameters}

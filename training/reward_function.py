@@ -259,7 +259,7 @@ def load_function(
     One that takes a DataProto is called in this process. `computes`: each call takes a core. Raises ValueError if it
     has none of the forms, and whatever loading the file raises.
     """
-    function = load_extern_object(entry.path, entry.name)
+    function = load_extern_object(entry.path, entry.name, f"{key}.path")
     limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout, "key": key}
     if isinstance(entry, WeightedFunctionConfig):
         limits["data_sources"] = entry.data_sources

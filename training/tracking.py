@@ -232,11 +232,11 @@ def validation_headline(data: Mapping[str, float]) -> str | None:
     return f"validation {metrics} {short_number(sum(means.values()) / len(means))}{several}"
 
 
-def short_number(value: float) -> str:
-    """Formats a number: two decimals, none if large, two digits if small: 1234, 12.35, 0.61, 0.0078, 7.8e-05."""
-    if value and abs(value) < 0.01:
-        return f"{value:.2g}"
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
+def short_number(value: float, digits: int = 2) -> str:
+    """Formats a number with `digits` decimals, none if large, as many digits if small: 1234, 12.35, 0.61, 7.8e-05."""
+    if value and abs(value) < 10**-digits:
+        return f"{value:.{digits}g}"
+    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def short_duration(seconds: float) -> str:

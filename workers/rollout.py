@@ -314,7 +314,7 @@ def load_rollout_class(name: str) -> type[Rollout]:
     if name in TABLE["engine"] or chosen:
         engines = [find("engine", name, f"{KEY}.name")]
     else:
-        module = load_module(path)
+        module = load_module(path, f"{KEY}.name")
         engines = [value for value in vars(module).values() if is_engine(value) and value.__module__ == module.__name__]
         engines = list(dict.fromkeys(engines))
     if len(engines) != 1 or not is_engine(engines[0]):

@@ -35,6 +35,7 @@ from data.types import Row
 from training.metric_utils import calc_maj_val, subset_sizes
 from training.reward import RewardManager, RewardRun, call_manager, validate_result, view_of_rows
 from training.reward_function import load_functions
+from training.tracking import short_number
 
 Figures = dict[str, float]  # by name; NAME/stderr beside a mean over several prompts
 
@@ -60,7 +61,7 @@ def report(config: EvaluationConfig) -> None:
 
 def run(config: EvaluationConfig) -> dict[str, Figures]:
     """Scores the rows of the config, and returns what `evaluate` does."""
-    rows = [standard_row(row, origin, config.data) for origin, row in read_rows(config.data.path)]
+    rows = [standard_row(row, origin, config.data) for origin, row in read_rows(config.data.path, key="data.path")]
     reward = load_functions(config.reward)
     if reward is None:
         reward = find("reward", "rules")(config.reward, RewardRun(None, None))
@@ -157,7 +158,7 @@ def as_table(figures: dict[str, Figures]) -> Table:
     for source, row in figures.items():
         names = [name for name in row if not name.endswith("/stderr")]
         for name in names:
-            value = str(row[name]) if isinstance(row[name], int) else f"{row[name]:.3f}"
-            error = f" ± {row[f'{name}/stderr']:.3f}" if f"{name}/stderr" in row else ""
+            value = str(row[name]) if isinstance(row[name], int) else short_number(row[name], 3)
+            error = f" ± {short_number(row[f'{name}/stderr'], 3)}" if f"{name}/stderr" in row else ""
             table.add_row(source, name, value + error, end_section=name == names[-1])
     return table

@@ -18,7 +18,8 @@ from extras.report.runs import RunRecord, SampleFile
 
 CHUNK_TOKENS = 200_000  # of one file, at most: more take too long to open
 LARGEST_INT = 2**53  # beyond it a browser rounds
-LARGEST, NONE = 32.767, -(2**15)  # as thousandths in two bytes; what stands there for "not computed"
+SMALLEST, LARGEST = 0.1, 32.767  # thousandths in two bytes hold lists whose largest number is between
+NONE = -(2**15)  # stands there for "not computed"
 LEAST = 1e-6  # share of the groups, below which the room is given up
 MOST = 1e30  # for a number of a token: a sample that has a larger one is broken
 LISTS = (  # of a row, with a number a token
@@ -152,7 +153,7 @@ class Chunk:
             raise ValueError("lists of different length, or a number that no token has")
         lists = dict(zip(LISTS, numbers, strict=True))
         mask, lost = lists["policy_mask"] > 0, lists["loss_mask"] == 0
-        score = round(float(score), 6) if score is not None and math.isfinite(score) else None
+        score = float(f"{score:.7g}") if score is not None and math.isfinite(score) else None
         tokens = [tables.tokens[token] for token in zip(ids, texts, strict=True)]
         prompts = ["".join(row.get("prompt_texts") or "") or str(record["input"]) for row in rows or [record]]
         earned = lists["advantages"][mask & np.isfinite(lists["advantages"])]
@@ -164,7 +165,7 @@ class Chunk:
         columns = {
             "line": line,
             "score": score,
-            "advantage": round(float(earned.mean()), 4) if len(earned) else None,
+            "advantage": float(f"{earned.mean():.4g}") if len(earned) else None,
             "length": int(mask.sum()),
             "tokens": len(ids),
             "reason": tables.reasons[str(record.get("end_reason") or "")],
@@ -201,7 +202,8 @@ class Chunk:
         }.items():
             sizes = np.abs(values[(masks > 0) & np.isfinite(values)])
             if len(sizes):
-                fits = np.nanmax(np.abs(values)) <= LARGEST
+                largest = np.nanmax(np.abs(values))
+                fits = largest == 0 or SMALLEST <= largest <= LARGEST
                 part = np.nan_to_num(np.rint(1000 * values), nan=NONE).astype("<i2") if fits else values.astype("<f4")
                 top = round(float(np.quantile(sizes, 0.99, method="higher")), 4)
                 packed.append(({"name": name, "bytes": part.itemsize, "top": top}, part.tobytes()))

@@ -24,7 +24,7 @@ from configs.import_utils import bind, load_subclass
 from data.chat import QUESTION, ChatFormat, Prompt, as_messages, parse_prompt
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
-from data.rows import BadRow, BadRows, Origin, check_is_text, print_report, read_rows
+from data.rows import BadRow, BadRows, Origin, check_is_text, files_key, print_report, read_rows
 from data.types import Message, Sample
 from extras.sft.settings import SFTDataConfig
 
@@ -56,7 +56,8 @@ class SFTDataset(Dataset):
         self.samples: list[Sample] = []
         self.num_cut = self.num_texts = 0  # rows: cut to length, and with a text as the prompt
         unread: list[BadRow] = []
-        rows = read_rows(data_files, unread)
+        named = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+        rows = read_rows(named, unread, files_key(named, config))
         rows = rows[:max_samples] if max_samples >= 0 else rows
         bad = BadRows(len(rows) + len(unread), self.config.max_bad_fraction, unread)
         for origin, row in rows:

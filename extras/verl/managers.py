@@ -192,7 +192,7 @@ def load(settings: RewardConfig, run: Any) -> UsersManager:
 def load_manager_class(chosen: RewardManagerConfig) -> type:
     """Loads the class of a manager: registered under its name, or of that name in the user's file."""
     if chosen.path != RewardManagerConfig().path:
-        load_module(chosen.path)
+        load_module(chosen.path, "reward.reward_manager.path")
         if chosen.name not in REWARD_MANAGER_REGISTRY:
             return load_extern_object(chosen.path, chosen.name)
     return get_reward_manager_cls(chosen.name)

@@ -101,6 +101,18 @@ def test_numbers_that_two_bytes_cannot_hold_and_those_that_are_none_are_kept(tmp
     assert np.isnan(sample["value"][1]) and [*sample["mask"]] == [0] * 3 + [2] * 2 + [1] * 25
 
 
+def test_numbers_below_a_thousandth_are_not_shown_as_zero(tmp_path):
+    def change(record):
+        row = record["rows"][0]
+        record["score"], row["rewards"], row["advantages"] = 2.3e-10, [*[0.0] * 29, 2.3e-10], [2.3e-5] * 30
+
+    change_samples(run := write_run(tmp_path / "run", steps=1, samples=24), change)
+    packed = pack_samples(read_runs([run]), ALL)
+    sample, columns = unpack(packed)[0], packed["columns"]
+    assert (columns["score"][0], columns["advantage"][0]) == (2.3e-10, 2.3e-5)
+    np.testing.assert_allclose([sample["reward"][-1], sample["advantage"][0]], [2.3e-10, 2.3e-5], rtol=1e-6)
+
+
 def test_an_episode_of_several_rows_keeps_each_prompt(tmp_path):
     def change(record):
         [row] = record["rows"]

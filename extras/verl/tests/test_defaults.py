@@ -94,7 +94,9 @@ def differing(entry: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("entry", "heading"), [("", "## Defaults\n"), ("sft/", "### Defaults of supervised training\n")])
+@pytest.mark.parametrize(
+    ("entry", "heading"), [("", "## Defaults\n"), ("sft/", "### Defaults of supervised training\n")]
+)
 def test_each_default_that_differs_from_verls_has_its_row_with_a_reason(entry: str, heading: str):
     """The page is written by hand: the message of a failure is what its table has to say."""
     both, differ = settings_of_both(entry), differing(entry)
