@@ -73,9 +73,7 @@ def with_key(path: str, key: str) -> str:
 def load_module(path: str, key: str = "") -> ModuleType:
     """Returns the module at `path`: a file (as `find_path` finds it, or "file://…"), "pkg://a.b", or "a.b".
 
-    Errors name `key`, the setting that gave the path.
-
-    Raises:
+    Raises (the messages name `key`, the setting that gave the path):
         FileNotFoundError: no such file.
         ModuleNotFoundError: no such module.
         ValueError: it imports a module beside it whose name another module has.
@@ -83,13 +81,11 @@ def load_module(path: str, key: str = "") -> ModuleType:
     """
     for foreign in foreign_imports():
         foreign.install()
-    file = find_path(path.removeprefix("file://"))
+    origin, file = with_key(path, key), find_path(path.removeprefix("file://"))
     dotted = path.removeprefix("pkg://").replace("/", ".")
     is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
     if is_file and not file.is_file():
-        raise FileNotFoundError(
-            f"{with_key(path, key)}: there is no file {file.absolute()}: give a path, or a dotted module."
-        )
+        raise FileNotFoundError(f"{origin}: there is no file {file.absolute()}: give a path, or a dotted module.")
     if is_file:
         check_imports(file.resolve())
     try:
@@ -97,10 +93,8 @@ def load_module(path: str, key: str = "") -> ModuleType:
     except Exception as error:  # whatever a user's file raises is passed on as the cause
         if not is_file and _is_missing(dotted, error):
             state = f"it is {MOVED[dotted]} now" if dotted in MOVED else f"neither a file in {Path.cwd()} nor a module"
-            raise ModuleNotFoundError(f"{with_key(path, key)}: {state}.") from None
-        raise RuntimeError(
-            f"Error loading module from {with_key(path, key)}: {type(error).__name__}: {error}"
-        ) from error
+            raise ModuleNotFoundError(f"{origin}: {state}.") from None
+        raise RuntimeError(f"Error loading module from {origin}: {type(error).__name__}: {error}") from error
 
 
 def forget_changed_files() -> None:
@@ -131,8 +125,8 @@ def load_extern_object(path: str, name: str | None, key: str = "") -> Any:
     module = load_module(path, key)
     if name not in vars(module) and type(module) is ModuleType:  # other types report themselves what they lack
         public = sorted(k for k, value in vars(module).items() if k[0] != "_" and not isinstance(value, ModuleType))
-        problem = f"{with_key(path, key)} has no {name!r}; it has {', '.join(public)}."
-        raise AttributeError(f"Object not found in module: {problem}")
+        origin = with_key(path, key)
+        raise AttributeError(f"Object not found in module: {origin} has no {name!r}; it has {', '.join(public)}.")
     return getattr(module, name)
 
 

@@ -50,9 +50,8 @@ class LeavablePipe(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # processes that are started later inherit it
-            os.close(nowhere)
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())  # processes that are started later inherit it
             return super().write(data)
 
 

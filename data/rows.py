@@ -242,7 +242,7 @@ def read_source(source: str | Path, key: str = "") -> Iterator[Found]:
         files = source_files(source)
     except FileNotFoundError as error:
         hub = f" For a data set of the hub, write datasets:{source}." if HUB_NAME.fullmatch(str(source)) else ""
-        raise FileNotFoundError(f"{file_with_key(error, key)}{hub}") from error
+        raise FileNotFoundError(f"{from_key(error, key)}{hub}") from error
     return (row for file in files for row in read_file(file, key))
 
 
@@ -273,23 +273,18 @@ def value_in(row: Mapping[str, Any], name: str) -> Any:
 
 def files_key(data_files: list[Any], config: Any) -> str:
     """Returns which setting of a data section gave `data_files`; "" if none of these did."""
-    for name in ("train_files", "val_files"):
-        named = getattr(config, name)
-        if data_files and data_files == ([named] if isinstance(named, str) else named):
-            return f"data.{name}"
-    return ""
+    settings = {f"data.{name}": getattr(config, name) for name in ("train_files", "val_files")}
+    return next((key for key, named in settings.items() if data_files in (named, [named])), "")
 
 
-def file_with_key(path: object, key: str) -> str:
+def from_key(path: object, key: str) -> str:
     return f"{key}={path}" if key else f"data file {path}"
 
 
 def read_file(path: Path, key: str = "") -> Iterator[Found]:
     """Reads the rows of one file, in order; raises ValueError for an unknown ending, or for what is not its format."""
     if path.suffix not in DATA_ENDINGS:
-        raise ValueError(
-            f"{file_with_key(path, key)}: unknown ending {path.suffix!r}; known are {', '.join(DATA_ENDINGS)}."
-        )
+        raise ValueError(f"{from_key(path, key)}: unknown ending {path.suffix!r}, not of {', '.join(DATA_ENDINGS)}.")
     try:
         if path.suffix == ".parquet":  # pandas would make floats of integers beside a null
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
@@ -305,7 +300,7 @@ def read_file(path: Path, key: str = "") -> Iterator[Found]:
         if content.lstrip().startswith(b"["):
             json.loads(content)  # raises
     except (pyarrow.ArrowException, csv.Error, OSError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{file_with_key(path, key)}: it cannot be read as {path.suffix[1:]}: {error}") from error
+        raise ValueError(f"{from_key(path, key)}: it cannot be read as {path.suffix[1:]}: {error}") from error
     return read_json_lines(str(path), content)
 
 
