@@ -35,6 +35,7 @@ TABLE: dict[str, dict[str, str]] = {
         "algorithm.rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
         "algorithm.use_pf_ppo": "extras.pf_ppo.stage:PFPPO",
         "env.id": "extras.gym.actions:ActionShares",
+        "trainer.async_mode": "extras.overlap.one_step_off:Staleness",
     },
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",
@@ -55,7 +56,13 @@ TABLE: dict[str, dict[str, str]] = {
         "model": "extras.reward_model.stage:load",
         "rules": "extras.rules.reward:load",
     },
-    "role": {"rm": "extras.reward_model.role:ROLE"},
+    "role": {
+        "rm": "extras.reward_model.role:ROLE",
+        "sender": "extras.overlap.roles:SENDER",
+        "receiver": "extras.overlap.roles:RECEIVER",
+    },
+    "pools": {"split": "extras.overlap.pools:split", "rollout": "extras.overlap.pools:ApartRollout"},
+    "trainer": {"one_step_off": "extras.overlap.one_step_off:one_step_off"},  # by trainer.async_mode
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {
         "tools": "extras.tools.files:tools_of_yaml",
@@ -112,6 +119,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "rollout_correction": ("algorithm.rollout_correction",),
     "pf_ppo": ("algorithm.use_pf_ppo", "algorithm.pf_ppo"),
     "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
+    "overlap": (
+        *("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n_workers_per_node", "rollout.pool_roles"),
+        "trainer.async_mode",
+    ),
 }
 MOVED = {  # old name → new name of a module that users run or name
     "training.report": "python -m extras.report",

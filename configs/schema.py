@@ -322,8 +322,12 @@ class AgentConfig(Frozen):
     )
 
 
+class BesideTrainer(Frozen):
+    roles_apart = ()  # roles that have workers of their own
+
+
 @dataclass
-class RolloutConfig(section("lora", "RolloutSettings"), SamplingConfig):
+class RolloutConfig(section("lora", "RolloutSettings"), section("overlap", "Pool"), BesideTrainer, SamplingConfig):
     name: str = setting("hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of yours.")
     n: int = setting(1, "Samples a prompt: the group size of GRPO and RLOO.", ge=1)
     do_sample: bool = setting(True, "Sample in training; false: greedy.")
@@ -553,6 +557,7 @@ class RunConfig(Frozen):
     trust_checkpoint: bool = setting(False, "Unpickle what a checkpoint holds of a sampler's, and so run its code.")
 
     placement_seconds = 60  # for other runs to free what this one asks of a Ray cluster
+    async_mode = None  # what changes the order of a step, among the trainers of configs/extras.py
 
     @property
     def action(self) -> str:
@@ -577,7 +582,9 @@ class RunConfig(Frozen):
 
 
 @dataclass
-class TrainerConfig(section("dry_run"), section("report"), section("watch"), section("restarts"), RunConfig):
+class TrainerConfig(
+    section("dry_run"), section("report"), section("watch"), section("restarts"), section("overlap"), RunConfig
+):
     cls: str = setting("training.ray_trainer:RayPPOTrainer", "The trainer: a subclass of yours, file.py:Class.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")

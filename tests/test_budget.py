@@ -44,7 +44,7 @@ CEILINGS = {
     "names in custom/": 4,
     "modules under 60 lines": 32,
     "modules with one importer": 41,
-    "settings": 278,
+    "settings": 283,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
@@ -192,7 +192,7 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-STEP_CEILINGS = {"files": 38, "functions": 428, "lines": 2_660, "modules": 111}
+STEP_CEILINGS = {"files": 38, "functions": 428, "lines": 2_660, "modules": 114}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

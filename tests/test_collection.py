@@ -82,6 +82,13 @@ def collector(
     return trainer_on(config, TOKENIZER, rollout or Parrot(), reward or FunctionReward(as_number), train_loader=loader)
 
 
+def collected(parts: RayPPOTrainer, timing: dict[str, float] | None = None) -> tuple[DataProto, dict[str, float]]:
+    rollouts = parts.collect(parts.global_step, {} if timing is None else timing)
+    parts.left_out, metrics = rollouts.left_out, dict(rollouts.metrics)
+    assert metrics.pop("training/epoch") == parts.train_loader.epoch
+    return rollouts.batch, metrics
+
+
 def texts(batch: DataProto) -> list[str]:
     return TOKENIZER.batch_decode(batch.batch["responses"], skip_special_tokens=True)
 
@@ -94,7 +101,7 @@ REMAX = "algorithm.adv_estimator=remax"
 def test_the_baseline_of_each_row_is_the_score_of_the_greedy_answer_to_its_prompt():
     parts = collector(rows_of(("1", "2", "3"), ("4", "5", "6"), greedy="79"), REMAX)
     timing: dict[str, float] = {}
-    batch, metrics = parts.collect(timing)
+    batch, metrics = collected(parts, timing)
     assert batch.batch["reward_baselines"].tolist() == [7, 7, 7, 9, 9, 9]
     assert batch.batch["token_level_scores"].sum(1).tolist() == [1, 2, 3, 4, 5, 6]
     _, greedy = parts.rollout.asked
@@ -109,7 +116,7 @@ def with_length(solution_str: str) -> dict[str, float]:
 
 def test_what_the_reward_says_of_greedy_answers_enters_neither_columns_nor_metrics():
     parts = collector(rows_of(("1", "2"), ("4", "5"), greedy="89"), REMAX, reward=FunctionReward(with_length))
-    batch, metrics = parts.collect({})
+    batch, metrics = collected(parts)
     assert batch.double.tolist() == [2, 4, 8, 10] and batch.meta_info["reward_extra_keys"] == ["double", "size"]
     assert metrics["reward/double/max"] == 10 and metrics["reward/double/mean"] == 6
     assert batch.batch["reward_baselines"].tolist() == [8, 8, 9, 9]
@@ -124,7 +131,7 @@ class InPlace(Parrot):
 
 def test_an_engine_that_fills_the_prompts_it_is_given_does_not_mix_greedy_and_sampled():
     rows = rows_of(("1", "2"), ("4", "5"), greedy="89")
-    batch, _ = collector(rows, REMAX, rollout=InPlace(), reward=FunctionReward(with_length)).collect({})
+    batch, _ = collected(collector(rows, REMAX, rollout=InPlace(), reward=FunctionReward(with_length)))
     assert batch.batch["reward_baselines"].tolist() == [8, 8, 9, 9] and batch.double.tolist() == [2, 4, 8, 10]
 
 
@@ -132,7 +139,7 @@ def test_where_the_greedy_answer_failed_its_prompts_samples_are_the_baseline():
     rows = rows_of(("1", "2"), ("4", "5"))
     rows[0]["greedy"] = ""
     rows[1]["greedy"] = "9"
-    batch, _ = collector(rows, REMAX).collect({})
+    batch, _ = collected(collector(rows, REMAX))
     assert batch.batch["reward_baselines"].tolist() == [1.5, 1.5, 9, 9]
 
 
@@ -151,25 +158,25 @@ def places(batch: DataProto) -> list[int]:
 def test_further_prompts_are_asked_until_enough_groups_differ():
     parts = collector(rows_of(TIE, DIFFER, TIE, TIE, DIFFER, DIFFER, TIE, DIFFER), FILTER)
     timing: dict[str, float] = {}
-    batch, metrics = parts.collect(timing)
+    batch, metrics = collected(parts, timing)
     assert places(batch) == [1, 1, 4, 4] and texts(batch) == ["1", "0", "1", "0"]
     assert metrics == ALL_SCORED | {"train/num_gen_batches": 3, "group/kept_frac": 0.5}  # of 6, 2 needed
     parts.global_step = 2
-    batch, metrics = parts.collect(timing)  # from where the first step stopped: 6, 7, and round again
+    batch, metrics = collected(parts, timing)  # from where the first step stopped: 6, 7, and round again
     assert places(batch) == [7, 7, 1, 1]
     assert metrics["train/num_gen_batches"] == 2
 
 
 def test_zero_is_no_limit():
     parts = collector(rows_of(*[TIE] * 30, DIFFER, DIFFER), FILTER, f"{MOST}=0")
-    batch, metrics = parts.collect({})
+    batch, metrics = collected(parts)
     assert places(batch) == [30, 30, 31, 31] and metrics["train/num_gen_batches"] == 16
     assert compose(name="ppo_trainer").algorithm.filter_groups.max_num_gen_batches == 10
 
 
 def test_a_group_differs_by_its_completed_samples_alone():
     failed = ("1", "", "1")
-    batch, _ = collector(rows_of(failed, ("2", "2", "3"), failed, ("2", "", "3")), FILTER).collect({})
+    batch, _ = collected(collector(rows_of(failed, ("2", "2", "3"), failed, ("2", "", "3")), FILTER))
     assert places(batch) == [1, 1, 1, 3, 3, 3]
     assert texts(batch) == ["2", "2", "3", "2", "", "3"]
 
@@ -190,18 +197,18 @@ class Turning(Parrot):
 def test_groups_count_however_many_rows_their_episodes_have():
     rows = rows_of(TIE, ("2", "0"), ("0", "3"), ("4", "4"))
     parts = collector(rows, FILTER, rollout=Turning())
-    batch, metrics = parts.collect({})
+    batch, metrics = collected(parts)
     assert Counter(places(batch)) == {1: 3 + 1, 2: 1 + 4} and Counter(places(parts.left_out)) == {0: 2 + 2, 3: 5 + 5}
     assert metrics == {"train/num_gen_batches": 2, "group/kept_frac": 0.5}
     remax = collector(rows_of(("1", "2"), ("0", "3"), greedy="31"), REMAX, rollout=Turning())
-    batch, _ = remax.collect({})
+    batch, _ = collected(remax)
     assert batch.batch["reward_baselines"].tolist() == [3] * 5 + [1] * 5
 
 
 def test_the_metric_may_be_a_number_beside_the_score():
     rows = rows_of(("1", "2"), ("1", "22"), ("3", "33"), ("4", "55"))
     by_size = collector(rows, FILTER, f"{METRIC}=size", reward=FunctionReward(with_length))
-    batch, metrics = by_size.collect({})
+    batch, metrics = collected(by_size)
     assert places(batch) == [1, 1, 2, 2]
     assert batch.size.tolist() == [1, 2, 1, 2]
     assert metrics["reward/size/mean"] == 11 / 8  # of all that was drawn
@@ -210,7 +217,7 @@ def test_the_metric_may_be_a_number_beside_the_score():
 def test_responses_that_could_not_be_scored_are_counted_in_all_draws():
     rows = rows_of(TIE, DIFFER, DIFFER, ("1", "8"))
     reward = FunctionReward(lambda solution_str: math.nan if solution_str == "8" else float(solution_str))
-    _, metrics = collector(rows, FILTER, reward=reward).collect({})
+    _, metrics = collected(collector(rows, FILTER, reward=reward))
     assert metrics["train/num_gen_batches"] == 2 and metrics["reward/error"] == 1
 
 
@@ -218,14 +225,14 @@ def test_responses_that_could_not_be_scored_are_counted_in_all_draws():
 def test_a_metric_that_the_reward_does_not_return_is_named(metric):
     parts = collector(rows_of(TIE, DIFFER), FILTER, f"{METRIC}={metric}", reward=FunctionReward(with_length))
     with pytest.raises(ValueError, match=rf"filter_groups\.metric={metric}: .* one of \['double', 'size'\]"):
-        parts.collect({})
+        collected(parts)
 
 
 def test_every_draw_has_uids_and_a_seed_of_its_own():
     parts = collector(rows_of(TIE, TIE, TIE, DIFFER, TIE, DIFFER), FILTER)
     uids: set[str] = set()
     for parts.global_step in (1, 2):
-        parts.collect({})
+        collected(parts)
     asked = parts.rollout.asked
     for prompts in asked:
         assert set(Counter(prompts.uid).values()) == {2} and not uids & set(prompts.uid)
@@ -242,7 +249,7 @@ def test_every_draw_has_uids_and_a_seed_of_its_own():
 )
 def test_the_batch_is_the_first_groups_that_differ_and_then_the_first_that_tie(kinds: list[bool], limit: int):
     parts = collector(rows_of(*[DIFFER if kind else TIE for kind in kinds]), FILTER, f"{MOST}={limit}", prompts=3)
-    batch, metrics = parts.collect({})
+    batch, metrics = collected(parts)
     drawn: list[int] = []
     stream = itertools.cycle(range(len(kinds)))
     while len(drawn) < 3 * limit and sum(kinds[place] for place in drawn) < 3:

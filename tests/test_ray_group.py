@@ -335,12 +335,12 @@ def test_each_machine_has_to_hold_its_workers(present: list[dict[str, float]], f
     monkeypatch.setattr("configs.errors.noticed", set())
     asked = Resources(workers=4, threads=2, gpus=1, nodes=2)
     if fits:
-        check_resources(asked, present)
+        check_resources([asked], present)
         one = "trainer.nnodes=2 machines are asked for: the Ray cluster has 1" in capsys.readouterr().err
         assert one == (len(present) == 1)
     else:
         with pytest.raises(ConfigError, match=r"asked Ray for 2 × \{'CPU': 4.0, 'GPU': 2.0\}, .* have \[\{'CPU'"):
-            check_resources(asked, present)
+            check_resources([asked], present)
 
 
 @pytest.mark.slow
@@ -386,11 +386,11 @@ def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_running_cluster_is_asked_for_gpus_that_are_not_here(cluster: None):
-    check_present(Resources(workers=1, threads=1, gpus=0), on_ray=True)
+    check_present([Resources(workers=1, threads=1, gpus=0)], on_ray=True)
     with pytest.raises(ConfigError, match=r"asked Ray for 1 × \{'CPU': 64.0, 'GPU': 64.0\}, .* 'GPU': 0"):
-        check_present(Resources(workers=64, threads=1, gpus=1), on_ray=True)
+        check_present([Resources(workers=64, threads=1, gpus=1)], on_ray=True)
     with pytest.raises(ConfigError, match="asks for 64 GPUs; torch finds "):
-        check_present(Resources(workers=64, threads=1, gpus=1), on_ray=False)
+        check_present([Resources(workers=64, threads=1, gpus=1)], on_ray=False)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
     check_machine(compose("trainer.n_gpus_per_node=0"))
     assert capsys.readouterr().err == ""
     with pytest.raises(ValueError, match="asks for 2 GPUs; torch finds 0") as refused:
-        check_present(Resources(workers=2, threads=1, gpus=1), on_ray=False)
+        check_present([Resources(workers=2, threads=1, gpus=1)], on_ray=False)
     assert said is None or found in str(refused.value)
 
 

@@ -106,6 +106,8 @@ def prepare(config: Config) -> Parts:
     forget_changed_files()
     load_modules(config.actor_rollout_ref.model.external_lib, LIB_KEY)  # first: it may register what the rest looks up
     trainer_class = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
+    if config.trainer.async_mode:
+        trainer_class = find("trainer", config.trainer.async_mode)(trainer_class)
     check_observers(config)
     check_algorithm(config)
     check_models(config)

@@ -5,7 +5,7 @@ run nor what runs there. A role that is added to the table takes part without a 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -36,6 +36,19 @@ from training.roles import columns_read, stages
 from training.run import Metrics, Run
 
 MOST_REFUSED = 3  # whole mini-batches that are kept for study
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Scored responses to the prompts of a step, with metrics of how they came about.
+
+    Attributes:
+        left_out: rows that were drawn, and that the step does not learn from.
+    """
+
+    batch: DataProto
+    metrics: Metrics
+    left_out: DataProto | None = None
 
 
 class RayPPOTrainer(Run):
@@ -108,48 +121,51 @@ class RayPPOTrainer(Run):
         """Does one step of the algorithm, stage by stage; returns the finished batch and its metrics."""
         timing: dict[str, float] = {}
         with timer("step", timing):
-            batch, metrics = self.collect(timing)
-            batch = self.compute_columns(batch, timing)
-            metrics |= self.compute_advantages(batch, timing)
+            rollouts = self.collect(self.global_step, timing)
+            batch = self.compute_columns(rollouts.batch, timing)
+            metrics = rollouts.metrics | self.compute_advantages(batch, timing)
             metrics |= self.update(batch, timing)
+            metrics |= self.sync(timing)
+        self.left_out = rollouts.left_out
         with timer("metrics", self.timing):
-            metrics |= {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
+            metrics |= {"training/global_step": self.global_step}
             metrics |= compute_step_metrics(batch, timing, use_critic="critic" in self.roles, n_gpus=self.num_workers)
         return batch, metrics
 
-    def collect(self, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
-        """Collects scored responses to the prompts of the step, and their metrics.
+    def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
+        """Collects scored responses to the prompts of a step.
 
         With algorithm.filter_groups, the samples of every group differ, by drawing further prompts if need be
         (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
         """
-        batch, metrics = self.draw(0, timing)
+        batch, metrics = self.draw(step, 0, timing)
         settings = self.config.algorithm.filter_groups
         if not settings.enable:
-            return batch, metrics | reward_metrics(batch)
+            return Rollouts(batch, metrics | reward_metrics(batch))
         needed, draws = len(rows_by_prompt(batch)), 1
         differ, tie = groups_by_signal(batch, settings.metric)
         while len(differ) < needed and draws != settings.max_num_gen_batches:
-            further, metrics = self.draw(draws, timing)
+            further, metrics = self.draw(step, draws, timing)
             batch = concat_scored([batch, further])
             differ, tie = groups_by_signal(batch, settings.metric)
             draws += 1
         groups = [*differ, *tie]
         metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
         metrics |= reward_metrics(batch)  # of all that was drawn, as the scores decide what stays
-        self.left_out = batch.select_idxs([*chain(*groups[needed:])]) if len(groups) > needed else None
-        return batch.select_idxs([*chain(*groups[:needed])]), metrics
+        left_out = batch.select_idxs([*chain(*groups[needed:])]) if len(groups) > needed else None
+        return Rollouts(batch.select_idxs([*chain(*groups[:needed])]), metrics, left_out)
 
-    def draw(self, number: int, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
-        """Samples and scores responses to the next prompts, as draw `number` of the step.
+    def draw(self, step: int, number: int, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
+        """Samples and scores responses to the next prompts, as draw `number` of a step.
 
         For ReMax, column reward_baselines [B]: the score of the greedy response to the row's prompt.
         """
         rollout = self.config.actor_rollout_ref.rollout
         sampling = SamplingParams.from_config(rollout, rollout.response_length)
-        seed = derive_seed(self.config.trainer.seed, "rollout", self.global_step, number)
+        seed = derive_seed(self.config.trainer.seed, "rollout", step, number)
         with timer("data", timing):
-            prompts = self.as_prompts(self.train_loader.next_batch(), f"{self.global_step}-{number}")
+            prompts = self.as_prompts(self.train_loader.next_batch(), f"{step}-{number}")
+            epoch = {"training/epoch": self.train_loader.epoch}
         batch, metrics = self.answer(prompts.repeat(rollout.n, interleave=True), sampling, seed, timing)
         if "episode" in batch:
             check_failures(batch, self.config.env.max_failed_fraction)
@@ -157,7 +173,7 @@ class RayPPOTrainer(Run):
             with timer("gen_max", timing):
                 greedy, _ = self.answer(prompts, replace(sampling, do_sample=False), seed, {})
             batch.batch["reward_baselines"] = greedy_scores(greedy, batch)
-        return batch, metrics
+        return batch, metrics | epoch
 
     def as_prompts(self, rows: dict[str, Any], name: str) -> DataProto:
         """Turns rows of the data into prompts, each under a uid of its own that begins with `name`."""
@@ -220,10 +236,15 @@ class RayPPOTrainer(Run):
         if self.policy_learns:
             with timer("update_actor", timing):
                 metrics |= self.learn(self.actor, self.policy_updates(batch, self.global_step))
-            with timer("update_weights", timing):
-                self.certificate = self.rollout.update_weights(self.global_step)
-                metrics |= self.certificate
         return metrics
+
+    def sync(self, timing: dict[str, float]) -> Metrics:
+        """Has the engines sample by the weights of this step, if it changed them; returns the certificate of that."""
+        if not self.policy_learns:
+            return {}
+        with timer("update_weights", timing):
+            self.certificate = self.rollout.update_weights(self.global_step)
+        return self.certificate
 
     def learn(self, role: Any, mini_batches: Iterable[tuple[DataProto, Update]]) -> Metrics:
         """Updates a role on each mini-batch; averages the metrics. A refused mini-batch is kept for study."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from configs.errors import notice
+from configs.extras import find
 from configs.schema import ActorRolloutRefConfig
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto, join_rows
@@ -169,7 +171,9 @@ def roles_of(pools: Mapping[str, Group], policy: ActorRolloutRefConfig) -> dict[
         engine = load_rollout_class(policy.rollout.name)
         engine_peers = 1 if engine.own_weights else peers  # by the layers that are split
         parts = engine.workers_per_engine(policy.rollout)
-        roles["rollout"] = RolloutRole(pools["rollout"], ROLES["rollout"], engine_peers, parts)
+        apart = policy.rollout.roles_apart
+        kind = partial(find("pools", "rollout"), learners=pools["actor"]) if apart else RolloutRole
+        roles["rollout"] = kind(pools["rollout"], ROLES["rollout"], engine_peers, parts)
     return roles
 
 

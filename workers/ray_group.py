@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.errors import ConfigError, first_line, notice_once, warns_of_close
+from configs.extras import find
 from configs.process import VARIABLES, Threads, children_apart, worker_threads
 from configs.schema import Config, ModelConfig, RunConfig
 from data.seeding import derive_seed, seed_everything
@@ -195,13 +196,33 @@ class RayPending:
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:
-    """Starts the workers that play each of `roles`, where trainer.executor says: one group plays them all."""
-    return dict.fromkeys(roles, start_group(config, ModelWorker, config, total_steps, tuple(roles)))
+    """Starts the workers that play each of `roles`, where trainer.executor says."""
+    check_machine(config)
+    groups: dict[str, Group] = {}
+    with ExitStack() as started:  # closed if a later pool cannot start
+        for pool, played in pools_of(config, roles):
+            group = start_workers(pool, ModelWorker, pool, total_steps, tuple(played))
+            started.callback(group.close)
+            groups |= dict.fromkeys(played, group)
+        started.pop_all()
+    return {role: groups[role] for role in roles}
+
+
+def pools_of(config: Config, roles: Sequence[str] = ("actor", "rollout")) -> list[tuple[Config, list[str]]]:
+    """Lists the pools of workers of a run: its settings with the pool's counts as trainer's, and who plays there."""
+    if config.actor_rollout_ref.rollout.roles_apart:
+        return find("pools", "split")(config, roles)
+    return [(config, list(roles))]
 
 
 def start_group(config: Config, worker_class: type, *args: Any) -> Group:
-    """Starts as many `worker_class(*args)` as the run has workers, where trainer.executor says."""
+    """Starts as many `worker_class(*args)` as trainer has workers, after a check of what they ask for."""
     check_machine(config)
+    return start_workers(config, worker_class, *args)
+
+
+def start_workers(config: Config, worker_class: type, *args: Any) -> Group:
+    """Starts as many `worker_class(*args)` as trainer has workers, where trainer.executor says."""
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
         settings = {"timeout": config.actor_rollout_ref.nccl_timeout, "seed": config.trainer.seed}
@@ -218,18 +239,20 @@ def start_process(n_threads: int, model: ModelConfig) -> None:
 def check_machine(config: Config) -> None:
     """Raises ValueError where there are fewer GPUs or cores than `config` asks for, here or in the Ray cluster, or
     where layout or engine cannot work by its settings; a notice tells of a GPU that torch cannot use."""
-    resources = Resources.from_config(config.trainer)
     if (copies := int(os.environ.get("WORLD_SIZE", 1))) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             f"torchrun starts {copies} of this command, each of which would be a run: start it once, by python, with "
             f"trainer.n_gpus_per_node or, on CPUs, n_workers_per_node={copies}; it starts the workers itself."
         )
-    layout_of(config, resources.workers).check(config, resources.workers)
-    check_present(resources, uses_ray(config.trainer))
+    pools = [(pool, roles, Resources.from_config(pool.trainer)) for pool, roles in pools_of(config)]
+    for pool, roles, resources in pools:
+        layout_of(pool, resources.workers).check(pool, resources.workers)
+        if "rollout" in roles:
+            rollout = pool.actor_rollout_ref.rollout
+            load_rollout_class(rollout.name).check(rollout, resources.workers, resources.gpus)
+    check_present([resources for *_, resources in pools], any(uses_ray(pool.trainer) for pool, *_ in pools))
     if config.trainer.n_gpus_per_node is None and (problem := gpu_trouble()):
         notice_once(f"{problem} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
-    rollout = config.actor_rollout_ref.rollout
-    load_rollout_class(rollout.name).check(rollout, resources.workers, resources.gpus)
 
 
 def start_command(config: Config) -> None:
@@ -268,7 +291,7 @@ class RemoteWorker:
     def open_store(self, size: int, alone: bool) -> tuple[str, int]:
         """Opens the store, on rank 0. Returns the address at which the others find it, which all are on this machine
         where it is `alone`."""
-        self.store = open_store("127.0.0.1" if alone else ray.util.get_node_ip_address(), size)
+        self.store = open_store(store_host(alone), size)
         return self.store.host, self.store.port
 
     def join(self, address: tuple[str, int], rank: int, size: int, timeout: int) -> None:
@@ -282,6 +305,11 @@ class RemoteWorker:
 
     def call(self, role: str, method: str, share: tuple) -> Any:
         return getattr(self.worker.roles[role], method)(*share)
+
+
+def store_host(alone: bool) -> str:
+    """Returns the address at which a store of this process is found, on this machine where it is `alone`."""
+    return "127.0.0.1" if alone else ray.util.get_node_ip_address()
 
 
 def remote_class(resources: Resources, placement: PlacementGroup, index: int) -> Any:
@@ -312,7 +340,7 @@ def reserve(resources: Resources) -> PlacementGroup:
     """Reserves a placement group of one bundle a machine, on machines apart where there are as many; raises ConfigError
     if the cluster does not have it, or others do not free it in time."""
     bundle = resources.bundle()
-    check_resources(resources, machines())
+    check_resources([resources], machines())
     placement = placement_group([bundle] * resources.nodes, strategy="SPREAD")
     if not placement.wait(PLACEMENT_SECONDS):
         remove_placement_group(placement)
@@ -323,20 +351,21 @@ def reserve(resources: Resources) -> PlacementGroup:
     return placement
 
 
-def check_present(resources: Resources, on_ray: bool) -> None:
+def check_present(pools: Sequence[Resources], on_ray: bool) -> None:
     """Raises ConfigError where there are fewer GPUs than asked for or, for a run `on_ray`, which reserves them, cores:
     here, or in the cluster if one is running. Ray need not be started for that, which takes seconds."""
-    gpus, present_gpus = resources.workers * resources.gpus, torch.cuda.device_count()
-    cores, present_cores = resources.workers * resources.threads if on_ray else 0, os.cpu_count() or 1
+    count, gpus = sum(pool.workers for pool in pools), sum(pool.workers * pool.gpus for pool in pools)
+    present_gpus = torch.cuda.device_count()
+    cores, present_cores = sum(pool.workers * pool.threads for pool in pools) if on_ray else 0, os.cpu_count() or 1
     if gpus <= present_gpus and cores <= present_cores:
         return
     if on_ray and joins_cluster():
-        return check_resources(resources, machines())
+        return check_resources(pools, machines())
     if gpus <= present_gpus:
         raise ConfigError(
-            f"{resources.workers} workers with {Threads(resources.threads, resources.threads_from)} each ask for "
-            f"{cores} cores, and this machine has {present_cores}: lower trainer.n_workers_per_node or "
-            "trainer.n_threads, or `ray start` more machines and set trainer.nnodes."
+            f"{count} workers with {Threads(pools[0].threads, pools[0].threads_from)} each ask for {cores} cores, "
+            f"and this machine has {present_cores}: lower trainer.n_workers_per_node or trainer."
+            "n_threads, or `ray start` more machines and set trainer.nnodes."
         )
     raise ConfigError(
         f"trainer.n_gpus_per_node × trainer.nnodes asks for {gpus} GPUs; torch finds {present_gpus} on this machine. "
@@ -373,17 +402,19 @@ def machines() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def check_resources(resources: Resources, present: Sequence[dict[str, float]]) -> None:
-    """Raises ConfigError where the machines `present` have no room for as many bundles as there are to be nodes."""
-    bundle = resources.bundle()
-    room = [min(int(machine.get(name, 0) // amount) for name, amount in bundle.items()) for machine in present]
-    if sum(room) < resources.nodes:
-        available = [{name: machine.get(name, 0) for name in bundle} for machine in present]
-        raise ConfigError(
-            f"asked Ray for {resources.nodes} × {bundle}, the machines of the cluster have {available}. Lower trainer."
-            "n_threads, n_workers_per_node, n_gpus_per_node or nnodes, or add machines with `ray start`."
-        )
-    if len(present) < resources.nodes:
-        notice_once(
-            f"trainer.nnodes={resources.nodes} machines are asked for: the Ray cluster has {len(present)} for all."
-        )
+def check_resources(pools: Sequence[Resources], present: Sequence[dict[str, float]]) -> None:
+    """Raises ConfigError where the machines `present` have no room for as many bundles as the pools have nodes."""
+    free = [dict(machine) for machine in present]
+    asked = " and ".join(f"{pool.nodes} × {pool.bundle()}" for pool in pools)
+    for bundle in [pool.bundle() for pool in pools for _ in range(pool.nodes)]:
+        fitting = [machine for machine in free if all(machine.get(name, 0) >= bundle[name] for name in bundle)]
+        if not fitting:
+            available = [{name: machine.get(name, 0) for name in bundle} for machine in present]
+            raise ConfigError(
+                f"asked Ray for {asked}, the machines of the cluster have {available}. Lower trainer.n_threads, "
+                "n_workers_per_node, n_gpus_per_node or nnodes, or add machines with `ray start`."
+            )
+        chosen = max(fitting, key=lambda machine: machine["CPU"])
+        chosen.update({name: chosen[name] - amount for name, amount in bundle.items()})
+    if len(present) < (nodes := max(pool.nodes for pool in pools)):
+        notice_once(f"trainer.nnodes={nodes} machines are asked for: the Ray cluster has {len(present)} for all.")

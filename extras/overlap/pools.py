@@ -1,0 +1,137 @@
+"""Generates in a pool of workers of its own. The weights of each step go there from the trainer's first worker, tensor
+by tensor, by torch.distributed: never through the driver, and never all of them at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from configs.process import worker_threads
+from configs.schema import Config
+from configs.settings import with_settings
+from workers.collectives import connect, open_store, rank
+from workers.engine import TrainEngine
+from workers.group import Group, RolloutRole
+from workers.model_worker import ModelWorker
+from workers.ray_group import store_host
+
+
+def split(config: Config, roles: Sequence[str]) -> list[tuple[Config, list[str]]]:
+    """Lists the trainer's pool and that of the rollout, each as the settings of a run on its workers, and its roles."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    workers = [section.n_gpus_per_node or section.n_workers_per_node for section in (trainer, rollout)]
+    threads = worker_threads(trainer.n_threads, sum(workers)).number
+    both = with_settings(config, {"trainer.executor": "ray", "trainer.n_threads": threads})
+    counts = {f"trainer.{name}": rollout[name] for name in ("nnodes", "n_gpus_per_node", "n_workers_per_node")}
+    apart = [role for role in roles if role in rollout.roles_apart]
+    return [(both, [role for role in roles if role not in apart]), (with_settings(both, counts), apart)]
+
+
+@dataclass
+class ApartRollout(RolloutRole):
+    """Generates in a pool of its own, by the weights of `learners`, the trainer's."""
+
+    learners: Group | None = None
+
+    @cached_property
+    def linked(self) -> None:
+        """Joins the first learner and all workers of this pool, once."""
+        alone = not any(host for group in (self.learners, self.group) for _, host in group.places)  # on one machine
+        wire = [(1 + self.group.size, alone)] * self.learners.size
+        address = self.learners.submit("sender", "open", wire).result()[0]
+        self.together("join", [(address, place + 1, 1 + self.group.size) for place in range(self.group.size)])
+
+    def together(self, method: str, shares: Sequence[tuple]) -> list[list[Any]]:
+        """Calls both ends of the wire, each of which waits for the other."""
+        ends = [
+            self.learners.submit("sender", method, [()] * self.learners.size),
+            self.group.submit("receiver", method, shares),
+        ]
+        return [end.result() for end in ends]
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        _ = self.linked
+        [sent, *_], received = self.together("move", [()] * self.group.size)
+        assert all(bits == sent for bits in received), f"weights {version} came as {received}, and were sent as {sent}"
+        return super().update_weights(version)
+
+
+class WireEnd:
+    """Sends or receives the weights that are trained: rank 0 of the wire is the trainer's first worker."""
+
+    def __init__(self, policy: TrainEngine, timeout: int) -> None:
+        self.policy, self.timeout = policy, timedelta(seconds=timeout)
+
+    def connect(self, store: dist.Store, place: int, size: int) -> None:
+        """Makes this process number `place` on the wire of `size`."""
+        kind = dist.ProcessGroupNCCL if self.policy.device.type == "cuda" else dist.ProcessGroupGloo
+        self.wire = kind(store, place, size, self.timeout)
+
+    def broadcast(self, tensor: Tensor) -> int:
+        """Sends a tensor, or fills it with what is sent; returns the sum of its bits."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self.wire.broadcast([tensor], options).wait()
+        return int(tensor.flatten().view(torch.int16).sum(dtype=torch.int64))
+
+    def trained(self) -> Iterator[nn.Parameter]:
+        return (weight for weight in self.policy.module.parameters() if weight.requires_grad)
+
+
+class Sender(WireEnd):
+    """The end of the trainer's workers: all of them gather each weight, and the first sends it."""
+
+    def open(self, size: int, alone: bool) -> tuple[str, int] | None:
+        """Opens the store of a wire of `size` ends on the first worker; returns its address. `alone`: all ends are on
+        this machine."""
+        if rank() > 0:
+            return None
+        self.size, self.store = size, open_store(store_host(alone), size)
+        return self.store.host, self.store.port
+
+    def join(self) -> None:
+        if rank() == 0:
+            self.connect(self.store, 0, self.size)
+
+    @torch.no_grad()
+    def move(self) -> int:
+        """Sends the weights; returns the sum of their bits."""
+        bits, parallel = 0, self.policy.parallel
+        with self.policy.at_work():
+            for weight in self.trained():
+                full = parallel.full(weight.detach())
+                if rank() == 0:
+                    bits += self.broadcast(full.contiguous())
+        return bits
+
+
+class Receiver(WireEnd):
+    """The end of the workers that generate: each takes its part of every weight."""
+
+    def join(self, address: tuple[str, int], place: int, size: int) -> None:
+        self.connect(connect(*address, size), place, size)
+
+    @torch.no_grad()
+    def move(self) -> int:
+        """Takes the weights that are sent; returns the sum of their bits."""
+        bits, policy = 0, self.policy
+        with policy.at_work():
+            for weight in self.trained():
+                full = torch.empty(weight.shape, dtype=weight.dtype, device=policy.device)
+                bits += self.broadcast(full)
+                weight.copy_(policy.parallel.part(full, weight))
+        return bits
+
+
+def build_sender(worker: ModelWorker) -> Sender:
+    return Sender(worker.policy, worker.config.actor_rollout_ref.nccl_timeout)
+
+
+def build_receiver(worker: ModelWorker) -> Receiver:
+    return Receiver(worker.policy, worker.config.actor_rollout_ref.nccl_timeout)
