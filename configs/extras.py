@@ -58,8 +58,8 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "role": {
         "rm": "extras.reward_model.role:ROLE",
-        "sender": "extras.overlap.roles:SENDER",
-        "receiver": "extras.overlap.roles:RECEIVER",
+        "sender": "extras.overlap.wire_roles:SENDER",
+        "receiver": "extras.overlap.wire_roles:RECEIVER",
     },
     "pools": {"split": "extras.overlap.pools:split", "rollout": "extras.overlap.pools:ApartRollout"},
     "trainer": {"one_step_off": "extras.overlap.one_step_off:one_step_off"},  # by trainer.async_mode

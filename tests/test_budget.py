@@ -35,21 +35,21 @@ IRREGULAR = frozenset((
 CEILINGS = {
     "core lines": 18_420,
     "core files": 80,
-    "product lines": 34_950,
+    "product lines": 36_000,
     "scripts and benchmarks": 2_600,
     "names in training/": 18,
     "names in workers/": 22,
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 32,
+    "modules under 60 lines": 33,
     "modules with one importer": 41,
     "settings": 283,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 36_050,
+    "test lines": 37_200,
 }
 
 

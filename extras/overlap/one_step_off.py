@@ -88,7 +88,7 @@ class OneStepOff(RayPPOTrainer):
             return super().state() | {"learnt": self.learnt}
         rollouts, seconds = self.next
         remade = self.train_loader.row(int(rollouts.batch.dataset_position[0])).keys()
-        parts = [part and packed(part, remade) for part in (rollouts.batch, rollouts.left_out)]
+        parts = [part and pack(part, remade) for part in (rollouts.batch, rollouts.left_out)]
         return super().state() | {"learnt": self.learnt, "next": (parts, rollouts.metrics, seconds)}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -96,19 +96,19 @@ class OneStepOff(RayPPOTrainer):
         self.learnt = state.get("learnt", self.global_step)
         if "next" in state:
             parts, metrics, seconds = state["next"]
-            batch, left_out = [part and unpacked(part, self.train_loader.row) for part in parts]
+            batch, left_out = [part and unpack(part, self.train_loader.row) for part in parts]
             self.next = Rollouts(batch, metrics, left_out), seconds
 
 
-def packed(batch: DataProto, remade: Iterable[str]) -> dict[str, Any]:
+def pack(batch: DataProto, remade: Iterable[str]) -> dict[str, Any]:
     """Returns what a checkpoint holds of a batch: without the columns of objects that the data makes again."""
     columns = {name: values.tolist() for name, values in batch.non_tensor_batch.items()}
     kept = {name: values for name, values in columns.items() if name not in remade or is_plain(values)}
     return {"tensors": batch.tensors, "columns": kept, "names": [*columns], "meta_info": batch.meta_info}
 
 
-def unpacked(parts: dict[str, Any], row_of: Callable[[int], Row]) -> DataProto:
-    """Returns the batch of which `packed` has made `parts`."""
+def unpack(parts: dict[str, Any], row_of: Callable[[int], Row]) -> DataProto:
+    """Returns the batch of which `pack` has made `parts`."""
     columns = parts["columns"]
     if missing := [name for name in parts["names"] if name not in columns]:
         rows = [row_of(position) for position in columns["dataset_position"]]

@@ -5,7 +5,6 @@ by tensor, by torch.distributed: never through the driver, and never all of them
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,14 +37,15 @@ class ApartRollout(RolloutRole):
     """Generates in a pool of its own, by the weights of `learners`, the trainer's."""
 
     learners: Group | None = None
+    is_linked: bool = False
 
-    @cached_property
-    def linked(self) -> None:
-        """Joins the first learner and all workers of this pool, once."""
+    def link(self) -> None:
+        """Joins the first learner and all workers of this pool."""
         alone = not any(host for group in (self.learners, self.group) for _, host in group.places)  # on one machine
         wire = [(1 + self.group.size, alone)] * self.learners.size
         address = self.learners.submit("sender", "open", wire).result()[0]
         self.together("join", [(address, place + 1, 1 + self.group.size) for place in range(self.group.size)])
+        self.is_linked = True
 
     def together(self, method: str, shares: Sequence[tuple]) -> list[list[Any]]:
         """Calls both ends of the wire, each of which waits for the other."""
@@ -56,7 +56,8 @@ class ApartRollout(RolloutRole):
         return [end.result() for end in ends]
 
     def update_weights(self, version: int) -> dict[str, float]:
-        _ = self.linked
+        if not self.is_linked:
+            self.link()
         [sent, *_], received = self.together("move", [()] * self.group.size)
         assert all(bits == sent for bits in received), f"weights {version} came as {received}, and were sent as {sent}"
         return super().update_weights(version)
