@@ -42,7 +42,7 @@ CEILINGS = {
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 33,
+    "modules under 60 lines": 34,
     "modules with one importer": 41,
     "settings": 283,
     "file names in two folders": 12,

@@ -81,7 +81,7 @@ class WireEnd:
         self.wire.broadcast([tensor], options).wait()
         return int(tensor.flatten().view(torch.int16).sum(dtype=torch.int64))
 
-    def trained(self) -> Iterator[nn.Parameter]:
+    def trained_weights(self) -> Iterator[nn.Parameter]:
         return (weight for weight in self.policy.module.parameters() if weight.requires_grad)
 
 
@@ -105,7 +105,7 @@ class Sender(WireEnd):
         """Sends the weights; returns the sum of their bits."""
         bits, parallel = 0, self.policy.parallel
         with self.policy.at_work():
-            for weight in self.trained():
+            for weight in self.trained_weights():
                 full = parallel.full(weight.detach())
                 if rank() == 0:
                     bits += self.broadcast(full.contiguous())
@@ -123,7 +123,7 @@ class Receiver(WireEnd):
         """Takes the weights that are sent; returns the sum of their bits."""
         bits, policy = 0, self.policy
         with policy.at_work():
-            for weight in self.trained():
+            for weight in self.trained_weights():
                 full = torch.empty(weight.shape, dtype=weight.dtype, device=policy.device)
                 bits += self.broadcast(full)
                 weight.copy_(policy.parallel.part(full, weight))
