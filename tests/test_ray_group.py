@@ -22,7 +22,7 @@ from configs.errors import ConfigError
 from configs.schema import Config
 from data.seeding import derive_seed, forked_rng
 from main import run
-from tests.forked import python_command
+from tests.forked import Run, python_command
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from training.model_shards import Shards
@@ -160,6 +160,23 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
             Shards(tmp_path / executor / "global_step_5" / role / "model").whole() for executor in ("local", "ray")
         )
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_do_not_meet(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each has a Ray of its own, two workers, a store and gloo, and learns what it learns alone."""
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"py_executable": python_command()}}))
+
+    def settings(name: str, seed: int) -> list[str]:
+        replicas = ["trainer.n_workers_per_node=2", "actor_rollout_ref.actor.strategy=replicas"]
+        return short_run(tiny_model, tmp_path / name, *replicas, f"trainer.seed={seed}", "trainer.n_threads=1")
+
+    one, other = (Run("main.py", "--config-name", "frozenlake", *settings(f"pair{seed}", seed)) for seed in (1, 2))
+    for done in (one.wait(), other.wait()):
+        assert done.returncode == 0, done.stderr
+    run(compose(*settings("alone1", 1)))
+    found = {name: learning_metrics(tmp_path / name) for name in ("alone1", "pair1", "pair2")}
+    assert found["alone1"] == found["pair1"] != found["pair2"] and found["pair1"].keys() == found["pair2"].keys()
 
 
 @pytest.mark.slow

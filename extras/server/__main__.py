@@ -19,7 +19,9 @@ if __name__ == "__main__":
 import json
 import os
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -49,7 +51,8 @@ def serve(config: ServerConfig) -> None:
         if config.rollout.name == "vllm":
             become_vllm(config, listener)
         served = load_served(config)
-    listener.listen()  # before the address is printed: a reader of it may connect at once
+        with refuses_address(config.server):  # of two servers that bound it while they loaded, the second to be ready
+            listener.listen()  # before the address is printed: a reader of it may connect at once
     host, port = listener.getsockname()[:2]
     print(f"serving {served.name} at {address(host, port)}", flush=True)
     http_server(served, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS).run(sockets=[listener])
@@ -83,13 +86,19 @@ def bind_socket(server: ServerSettings) -> socket.socket:
     """Binds a socket to the port, and does not listen before the model is loaded. Raises ConfigError if it is taken."""
     listener = socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+    with refuses_address(server):
         listener.bind((server.host, server.port))
+    return listener
+
+
+@contextmanager
+def refuses_address(server: ServerSettings) -> Iterator[None]:
+    """Raises ConfigError where the block cannot have the server's address."""
+    try:
+        yield
     except OSError as error:
-        listener.close()
         address = f"server.host={server.host} server.port={server.port}"
         raise ConfigError(f"{address} cannot be listened at ({error.strerror}): set another, or 0 for any.") from error
-    return listener
 
 
 def become_vllm(config: ServerConfig, listener: socket.socket) -> NoReturn:

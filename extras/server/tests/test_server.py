@@ -31,10 +31,10 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.types import Completion, Request, SamplingParams
 from extras.openai.settings import OpenAISettings
 from extras.openai.weight_transfer import BACKEND, weight_transfer
-from extras.server.__main__ import main, server_environment, vllm_command
+from extras.server.__main__ import bind_socket, main, server_environment, vllm_command
 from extras.server.app import Served
 from extras.server.bodies import TokenText, count_held_back
-from extras.server.settings import ServerConfig
+from extras.server.settings import ServerConfig, ServerSettings
 from extras.server.tests.fixtures import compose, serving
 from tests.runs import ROOT, needs_vllm
 from tests.servers import KEY
@@ -619,6 +619,18 @@ def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, overrides, 
         main([f"model.path={tiny_model}", "server.port=0", *overrides])
     stderr = capsys.readouterr().err
     assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr
+
+
+def test_of_two_servers_that_load_at_once_for_one_port_the_second_is_refused(tiny_model, capsys, monkeypatch):
+    """Both have bound it, as neither listened: what loads in the middle is the other one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with bind_socket(ServerSettings(port=port)) as other:
+        monkeypatch.setattr("extras.server.__main__.load_served", lambda config: other.listen())
+        with pytest.raises(SystemExit) as refused:
+            main([f"model.path={tiny_model}", f"server.port={port}"])
+    assert refused.value.code == 2 and f"server.port={port} cannot be listened at" in capsys.readouterr().err
 
 
 def vllm_options(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
