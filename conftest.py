@@ -73,6 +73,7 @@ ENGINES = (
     *(
         "test_certificate.py",
         "test_ray_group.py",
+        "test_cluster.py",
         "test_golden.py",
         "test_extras.py::test_the_core_alone_trains_on_ray",
     ),
