@@ -61,7 +61,7 @@ class Worker:
 
 
 class Row(NamedTuple):
-    """Holds what is found of a rank's machine: `ahead` are the seconds of its clock's lead, `sends` and `takes` bytes/s."""
+    """Holds what is found of a rank's machine: its clock is `ahead` seconds; it `sends` and `takes` bytes a second."""
 
     host: str
     cpus: int
