@@ -10,7 +10,7 @@ Try it without a model:
 from configs.errors import users_line
 from custom.env_wrapper import EnvState, TextEnv
 from data.protocol import DataProto
-from data.types import NotScored
+from data.types import NotScored, Score
 
 
 class CustomRewardManager:
@@ -19,7 +19,7 @@ class CustomRewardManager:
     def __init__(self, environment: TextEnv) -> None:
         self.environment = environment
 
-    def __call__(self, data: DataProto) -> list[dict[str, float] | NotScored]:
+    def __call__(self, data: DataProto) -> list[Score | NotScored]:
         """Returns one dict per response: `score`, and `valid_action` to see in the log whether answers can be read.
 
         `data.responses` are texts; `data.extra_info[i]["state"]` is the state that response i answers. Where the
@@ -28,14 +28,14 @@ class CustomRewardManager:
         states = [info["state"] for info in data.extra_info]
         return [self._score_or_failure(text, state) for text, state in zip(data.responses, states, strict=True)]
 
-    def _score_or_failure(self, response: str, state: EnvState) -> dict[str, float] | NotScored:
+    def _score_or_failure(self, response: str, state: EnvState) -> Score | NotScored:
         try:
             return self.score(response, state)
         except RuntimeError as error:  # from the environment; it names the seed and the actions
             location = users_line(error.__cause__ or error)
             return NotScored("error", f"{error} (at {location})" if location else str(error))
 
-    def score(self, response: str, state: EnvState) -> dict[str, float]:
+    def score(self, response: str, state: EnvState) -> Score:
         action = self.extract_action(response)
         return {
             "score": self.environment.compute_reward(state, action),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Message = dict[str, Any]  # of a chat: role, content
 Metrics = dict[str, float]  # by name, of a step
+Score = float | dict[str, Any]  # of a response, by a reward: a number, or a dict with it as score, and what is logged
 
 # How a row, or an episode, ended: each name is a metric, end_reason/NAME.
 ENVIRONMENT_FAILURES = ("env_error", "timeout")  # the environment's fault, or a tool's

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -40,6 +41,7 @@ from extras.server.bodies import (
     Json,
     Part,
     ResponseBuilder,
+    ScoredToken,
     TokenText,
     error_body,
     with_text,
@@ -245,11 +247,8 @@ async def encode(served: Served, prompt: Prompt | list[int], for_template: Json)
     texts = [prompt] if isinstance(prompt, str) else ["".join(map(str, message.values())) for message in prompt]
     characters = sum(map(len, texts)) + len(str(for_template or ""))
     if characters > served.characters or len(texts) > served.context:
-        raise HTTPException(
-            400,
-            f"the prompt has {characters} characters in {len(texts)} messages, more than {served.context} tokens "
-            "can hold (data.max_prompt_length + max_response_length)",
-        )
+        size = f"{characters} characters in {len(texts)} messages, more than {served.context} tokens can hold"
+        raise HTTPException(400, f"the prompt has {size} (data.max_prompt_length + max_response_length)")
     work = partial(encode_prompt, prompt, served.tokenizer, **for_template)
     working = asyncio.get_running_loop().run_in_executor(served.encoder, work)
     try:
@@ -266,20 +265,23 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
         raise HTTPException(400, f"the prompt has token ids beyond the model's, which are 0 to {served.vocab_size - 1}")
     room = served.context - len(prompt)
     asked = min(served.max_tokens, room) if body.longest is None else body.longest
-    if not 0 < asked <= room:
-        raise HTTPException(
-            400,
-            f"the prompt has {len(prompt)} tokens and the response is to have {max(asked, 1)}, together more than the "
-            f"{served.context} of this server (data.max_prompt_length + max_response_length)",
-        )
+    if not (0 if body.longest == 0 else 1) <= asked <= room:
+        size = f"{len(prompt)} tokens and the response is to have {max(asked, 1)}, together more than the"
+        limit = f"{served.context} of this server (data.max_prompt_length + max_response_length)"
+        raise HTTPException(400, f"the prompt has {size} {limit}")
     return asked
 
 
-def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
-    """Refuses ignore_eos, unless the token ids that the model stops at are named too: all its responses stop there."""
-    stops = {stop for stop in served.pump.engine.stop_ids if stop < served.vocab_size}
+def check_engine(served: Served, body: CompletionBody | ChatBody) -> None:
+    """Refuses ignore_eos, unless the token ids that the model stops at are named too: all its responses stop there. And
+    an echo with log-probs, where the engine does not sample from the model of this process."""
+    engine = served.pump.engine
+    stops = {stop for stop in engine.stop_ids if stop < served.vocab_size}
     if body.ignore_eos and not stops.issubset(body.stop_token_ids or ()):
         raise HTTPException(400, f"ignore_eos: responses of this server stop at {sorted(stops)}: add stop_token_ids")
+
+    if body.echo and body.wants_log_probs and (engine.module is None or engine.own_weights or engine.elsewhere):
+        raise HTTPException(400, f"echo: {type(engine).__name__} has no log-probs of prompts: leave logprobs out")
 
 
 def admit(served: Served, choices: int, request: Request) -> None:
@@ -298,11 +300,9 @@ async def answer(
     if not asked:
         raise HTTPException(400, "prompt is empty")
     if len(asked) * (body.n or 1) > MOST_CHOICES:
-        raise HTTPException(
-            400,
-            f"{len(asked)} prompts with n={body.n or 1}: a request has at most {MOST_CHOICES} choices, send several",
-        )
-    check_stops(served, body)
+        size = f"{len(asked)} prompts with n={body.n or 1}"
+        raise HTTPException(400, f"{size}: a request has at most {MOST_CHOICES} choices, send several")
+    check_engine(served, body)
     admit(served, len(asked) * (body.n or 1), request)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     prompts: list[list[int]] = []
@@ -319,7 +319,7 @@ async def answer(
     form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]), served.parser)
     if body.stream:
         return StreamingResponse(events(form, choices), media_type="text/event-stream")
-    working = asyncio.ensure_future(gather_parts(choices))
+    working = asyncio.ensure_future(echo(served, form, asked, choices) if body.echo else gather_parts(choices))
     try:
         while not (await asyncio.wait([working], timeout=LOOK_SECONDS))[0]:
             if await request.is_disconnected():
@@ -337,6 +337,9 @@ async def parts(
     served: Served, body: CompletionBody | ChatBody, prompt: list[int], max_tokens: int, seed: int
 ) -> AsyncIterator[Part]:
     """Yields a choice, piece by piece; it ends with the engine's request, or before a stop string."""
+    if max_tokens == 0:  # of an echo
+        yield Part(finish_reason="length")
+        return
     text = TokenText(served.tokenizer, body.stops)
     piecewise = bool(body.stream or body.stops)
     async with aclosing(served.pump.answer(prompt, body.sampling(max_tokens), seed, piecewise)) as pieces:
@@ -364,6 +367,35 @@ async def gather_parts(choices: Sequence[AsyncIterator[Part]]) -> list[Part]:
         async for index, part in pieces:
             found[index] += part
     return found
+
+
+async def echo(
+    served: Served, form: ResponseBuilder, asked: Sequence[str | list[int]], choices: Sequence[AsyncIterator[Part]]
+) -> list[Part]:
+    """Returns every choice whole, behind its prompt as it was `asked`; with log-probs of both, if they are wanted."""
+    found, body = await gather_parts(choices), form.body
+    for index, part in enumerate(found):
+        place = index // (body.n or 1)
+        prompt, token_ids = asked[place], [*form.prompts[place], *part.token_ids]
+        part.text = (prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)) + part.text
+        if body.wants_log_probs:
+            work = partial(score_tokens, served.pump, token_ids, body.logprobs)
+            part.scored = await asyncio.get_running_loop().run_in_executor(served.pump.thread, work)
+    return found
+
+
+@torch.no_grad()
+def score_tokens(pump: AsyncEngine, token_ids: list[int], alternatives: int) -> list[ScoredToken]:
+    """Scores tokens by the model that the engine samples from, in the engine's thread, between its steps."""
+    module = pump.engine.module
+    ids = torch.tensor(token_ids, device=module.device)
+    with pump.precision():
+        logits = module(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), use_cache=False).logits[0, :-1]
+    candidates = torch.cat([logits.topk(alternatives).indices, ids[1:, None]], dim=-1)
+    sums = torch.cat([part.float().logsumexp(-1) for part in logits.split(1024)])  # in float32, a part at a time
+    scores = logits.gather(-1, candidates).float() - sums[:, None]
+    found = [dict(zip(*row, strict=True)) for row in zip(candidates.tolist(), scores.tolist(), strict=True)]
+    return [*zip(token_ids, [None, *scores[:, -1].tolist()], [None, *found], strict=True)]
 
 
 async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) -> AsyncIterator[str]:

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -31,13 +32,16 @@ TokenId = Annotated[int, Field(ge=0, lt=TOKENS)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]  # a list of a million wrong things has one error
 Json = dict[str, Any]
 
-IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "parallel_tool_calls",
+)  # fmt: skip
 DEFAULTS = (None, 0, False, "", [], {}, "none", {"type": "text"})  # values that ask for nothing
 NOT_HERE = (
-    "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo", "functions", "function_call",
-    "response_format", "audio", "modalities", "prediction", "reasoning_effort", "web_search_options",
+    "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "functions", "function_call", "response_format",
+    "audio", "modalities", "moderation", "prediction", "reasoning_effort", "verbosity", "web_search_options",
 )  # fmt: skip
-NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "stop": ""}
+NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "stop": "", "modalities": ["text"], "verbosity": "medium"}
 OUR_OWN = {  # arguments of templates that a request may not set
     name
     for function in (PreTrainedTokenizerBase.apply_chat_template, encode_prompt, render)
@@ -45,11 +49,13 @@ OUR_OWN = {  # arguments of templates that a request may not set
 }
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are not a whole character yet
 ALTERNATIVES = "this server knows the log-prob of each sampled token, and not those of others"
+MOST_ALTERNATIVES = 5  # to each token of an echo
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class Body(BaseModel):
@@ -71,10 +77,13 @@ class Body(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     ignore_eos: bool | None = None
+    echo: bool | None = None
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
     not_here: ClassVar[tuple[str, ...]] = NOT_HERE
+    for_template: ClassVar[Json] = {}
+    schemas: ClassVar[list[Json]] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -84,7 +93,8 @@ class Body(BaseModel):
         if len(body) > MOST_FIELDS:
             raise ValueError(f"a request has at most {MOST_FIELDS} fields, and this one {len(body)}")
         check_characters(body)
-        body = {name: value for name, value in body.items() if value not in (None, NEUTRAL.get(name))}
+        neutral = NEUTRAL | {"best_of": body.get("n") or 1}
+        body = {name: value for name, value in body.items() if value not in (None, neutral.get(name))}
         for name in cls.not_here:
             if name in body and body[name] not in DEFAULTS:
                 raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
@@ -114,14 +124,6 @@ class Body(BaseModel):
         return self.max_tokens
 
     @property
-    def for_template(self) -> Json:
-        return {}
-
-    @property
-    def schemas(self) -> list[Json]:
-        return []
-
-    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -130,15 +132,20 @@ class CompletionBody(Body):
     """POST /v1/completions: one prompt or several, as texts or as token ids."""
 
     prompt: str | Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
-    logprobs: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, lt=TOKENS)
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
 
     object_name = chunk_name = "text_completion"
     not_here = (*NOT_HERE, "tools", "tool_choice")
 
     @model_validator(mode="after")
     def check(self) -> "CompletionBody":
-        if self.logprobs:
-            raise ValueError(f"logprobs={self.logprobs}: {ALTERNATIVES}: set logprobs=0")
+        if self.logprobs and not self.echo:
+            raise ValueError(f"logprobs={self.logprobs}: {ALTERNATIVES}: set logprobs=0, or echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0: only an echo may be without a response: set 1 or more")
+        if self.echo and self.stream:
+            raise ValueError("echo has an answer whole: leave stream out")
         return self
 
     @property
@@ -149,6 +156,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
+    not_here = (*NOT_HERE, "echo")
     messages: Annotated[list[Json], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=TOKENS)
     logprobs: bool | None = None
@@ -190,22 +198,23 @@ class ChatBody(Body):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+# A token's id, its log-prob, and those of the likeliest tokens in its place, from the first on, and of itself, by id.
+ScoredToken = tuple[int, float | None, dict[int, float] | None]  # None: it follows nothing
+
+
 @dataclass
 class Part:
-    """New text of a choice, and the tokens behind it."""
+    """New text of a choice, and the tokens behind it; of an echo, the prompt's tokens and these, `scored`."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    scored: list[ScoredToken] | None = None
 
     def __add__(self, other: "Part") -> "Part":
-        return Part(
-            self.text + other.text,
-            self.token_ids + other.token_ids,
-            self.log_probs + other.log_probs,
-            other.finish_reason,
-        )
+        token_ids, log_probs = self.token_ids + other.token_ids, self.log_probs + other.log_probs
+        return Part(self.text + other.text, token_ids, log_probs, other.finish_reason)
 
 
 class ResponseBuilder:
@@ -285,8 +294,15 @@ class ResponseBuilder:
         return {"content": entries, "refusal": None}
 
     def log_probs(self, part: Part) -> Json:
-        tokens = [self.token_text(token_id) for token_id in part.token_ids]
-        return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
+        if part.scored is None:
+            tokens = [self.token_text(token_id) for token_id in part.token_ids]
+            return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
+        ids, log_probs, likeliest = zip(*part.scored, strict=True)
+        tokens = [self.token_text(token_id) for token_id in ids]
+        tops = [top and {self.token_text(each): top[each] for each in reversed(top)} for top in likeliest]
+        offsets = [*accumulate(map(len, tokens[:-1]), initial=0)]
+        top_log_probs = tops if self.body.logprobs else None  # of ids that are spelt alike, the likeliest counts
+        return {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": top_log_probs, "text_offset": offsets}
 
 
 def check_characters(body: Json) -> None:
@@ -298,17 +314,22 @@ def check_characters(body: Json) -> None:
 
 
 def with_text(message: Json) -> Json:
-    """Returns a message as templates take it: contents as a string, and arguments of calls as they are, not as JSON.
+    """Returns a message as templates take it: contents as a string, "" where calls are all that is said, and arguments
+    of calls as they are, not as JSON ("" is none).
 
     Raises:
         ValueError: a part of the content is no text, or a call is none.
     """
-    changed = {"content": as_string(message["content"])} if "content" in message else {}
+    has_content = "content" in message or message.get("tool_calls")
+    changed = {"content": as_string(message.get("content", ""))} if has_content else {}
     if "tool_calls" in message:
         try:
             calls = [(call, call["function"], call["function"]["arguments"]) for call in message["tool_calls"]]
             changed["tool_calls"] = [
-                {**call, "function": {**function, "arguments": json.loads(told) if isinstance(told, str) else told}}
+                {
+                    **call,
+                    "function": {**function, "arguments": json.loads(told or "{}") if isinstance(told, str) else told},
+                }
                 for call, function, told in calls
             ]
         except (KeyError, TypeError, ValueError) as error:

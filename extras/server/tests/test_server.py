@@ -104,6 +104,47 @@ def test_a_chat_is_what_its_template_makes_of_it(served, client):
     assert same.message.content == choice.message.content
 
 
+def test_an_echo_has_the_prompt_with_the_models_log_probs_and_the_likeliest_tokens(served, client):
+    prompts, asked = ["abc", "zy"], {"model": "tiny", "echo": True, "temperature": 0}
+    module = served.pump.engine.module
+    for most in (0, 1):
+        choices = client.completions.create(prompt=prompts, logprobs=2, max_tokens=most, n=2, **asked).choices
+        for prompt, choice in zip(["abc", "abc", "zy", "zy"], choices, strict=True):
+            found, response = choice.logprobs, generated(served, prompt, greedy(1))[0][:most]
+            ids = served.tokenizer(prompt)["input_ids"] + response
+            with torch.no_grad():
+                scores = module(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            known = [scores[place, token_id].item() for place, token_id in enumerate(ids[1:])]
+            assert choice.text == prompt + served.tokenizer.decode(response, skip_special_tokens=True)
+            assert found.tokens == [served.tokenizer.decode([one]) for one in ids]
+            assert found.text_offset == [len("".join(found.tokens[:place])) for place in range(len(ids))]
+            assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None), "it follows nothing"
+            assert found.token_logprobs[1:] == pytest.approx(known, abs=1e-5)
+            for place, top in enumerate(found.top_logprobs[1:]):
+                best = scores[place].topk(2)
+                expected = {served.tokenizer.decode([one]) for one in [*best.indices.tolist(), ids[place + 1]]}
+                assert top.keys() == expected and max(top.values()) == pytest.approx(best.values[0].item(), abs=1e-5)
+                assert top[found.tokens[place + 1]] == found.token_logprobs[place + 1], "to the bit, as is_greedy asks"
+    whole = client.completions.create(prompt="a" * 64, max_tokens=0, logprobs=0, **asked)
+    assert (whole.usage.completion_tokens, whole.choices[0].logprobs.top_logprobs) == (0, None)
+    plain = client.completions.create(prompt=served.tokenizer("abc")["input_ids"], max_tokens=4, **asked).choices[0]
+    text = served.tokenizer.decode(generated(served, "abc", greedy(4))[0], skip_special_tokens=True)
+    assert (plain.text, plain.logprobs) == (f"abc{text}", None)
+
+
+def test_an_echo_while_others_are_generated_is_the_same(client):
+    asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 0, "logprobs": 1, "echo": True}
+    alone = client.completions.create(**asked).choices[0].logprobs
+    others = {"model": "tiny", "messages": CHAT, "n": 8, "seed": 0, "max_tokens": 24}
+    with ThreadPoolExecutor(2) as pool:
+        busy = pool.submit(client.chat.completions.create, **others)
+        found = [client.completions.create(**asked).choices[0].logprobs for _ in range(8)]
+        said = [choice.message.content for choice in busy.result().choices]
+    for each in found:
+        assert each.token_logprobs[1:] == pytest.approx(alone.token_logprobs[1:], abs=1e-5)
+    assert said == [choice.message.content for choice in client.chat.completions.create(**others).choices]
+
+
 def test_a_template_is_given_its_own_arguments(served, client, monkeypatch):
     template = served.tokenizer.chat_template
     monkeypatch.setattr(served.tokenizer, "chat_template", "{{ note or '' }}" + template)
@@ -137,6 +178,11 @@ def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model)
         assert vars(streamed.function) == vars(call.function) and last.choices[0].finish_reason == "tool_calls"
         answered = [*CHAT, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
         client.chat.completions.create(**asked | {"messages": answered})
+        function = {"name": "find", "arguments": ""}
+        only_calls = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+        client.chat.completions.create(**asked | {"messages": [*CHAT, only_calls]})
+        with pytest.raises(openai.BadRequestError, match="echo: Calling has no log-probs of prompts"):
+            client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=1)
         [choice] = client.chat.completions.create(**asked, tool_choice="none").choices
         assert choice.message.tool_calls is None and choice.finish_reason == "stop" and '"find"' not in prompts[-1]
         for wrong in ({"tools": [{"type": "function"}]}, {"tool_choice": "required"}):
@@ -182,7 +228,8 @@ def test_a_stream_brings_what_a_whole_answer_does_in_pieces(client):
     asked = {"model": "tiny", "prompt": ["abc", "z"], "n": 2, "seed": 3, "max_tokens": 12, "logprobs": 0}
     whole = client.completions.create(**asked)
     texts, log_probs, reasons = [""] * 4, [[] for _ in range(4)], [None] * 4
-    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    options = {"include_usage": True, "include_obfuscation": False}
+    chunks = list(client.completions.create(**asked, stream=True, stream_options=options))
     for chunk in chunks[:-1]:
         [choice] = chunk.choices
         texts[choice.index] += choice.text
@@ -287,7 +334,13 @@ BAD = [
     ([], "dictionary"),
     ({"prompt": "abc"}, "model: Field required"),
     ({"model": "tiny"}, "prompt: Field required"),
-    (GOOD | {"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    (GOOD | {"max_tokens": 0}, "max_tokens=0: only an echo may be without a response"),
+    (GOOD | {"max_tokens": -1, "echo": True}, "max_tokens: Input should be greater than or equal to 0"),
+    (GOOD | {"echo": True, "stream": True}, "echo has an answer whole"),
+    (GOOD | {"echo": True, "logprobs": 6}, "logprobs: Input should be less than or equal to 5"),
+    (GOOD | {"best_of": 2}, "best_of: Extra inputs are not permitted"),
+    (CHATS | {"messages": CHAT, "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    (CHATS | {"messages": CHAT, "echo": True}, "echo is not part of this server"),
     (GOOD | {"max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
     (GOOD | {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
     (GOOD | {"top_p": 0}, "top_p: Input should be greater than 0"),
@@ -325,7 +378,9 @@ def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(add
     nothing = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "echo": False, "user": "me"}
     nothing |= {"repetition_penalty": 1.0, "best_of": 1, "stop": "", "tool_choice": "none", "length_penalty": None}
     assert post(address, GOOD | nothing | {"temperature": None})["usage"]["completion_tokens"] <= 2
+    assert len(post(address, GOOD | {"n": 2, "best_of": 2})["choices"]) == 2
     asked = CHATS | nothing | {"messages": CHAT, "stop": None, "tools": [], "tool_choice": "auto"}
+    asked |= {"verbosity": "medium", "modalities": ["text"], "prompt_cache_retention": "24h"}
     assert post(address, asked, path="chat/completions")["usage"]["completion_tokens"] <= 2
 
 
