@@ -18,7 +18,7 @@ from training.messages import files_to_come
 from training.preparation import Parts, prepare
 from training.roles import needed_roles
 from workers.group import distinct_groups, roles_of
-from workers.ray_group import check_machine, pools_of, start_command, start_pools, worker_summary
+from workers.ray_group import check_machine, start_command, start_pools, worker_summary
 
 
 def start(config: Config) -> None:
@@ -55,8 +55,7 @@ def lock_folder(config: Config) -> AbstractContextManager[None]:
 def train(config: Config, parts: Parts) -> dict[str, float]:
     """Starts the workers and runs the training loop, in a folder that this run has locked."""
     config = with_settings(config, {"data.train_batch_size": parts.train_loader.batch_size})  # a default may not fit
-    workers = [worker_summary(pool.trainer) for pool, _ in pools_of(config)]
-    print(batch_arithmetic(config), sampling_summary(config), *workers, sep="\n")
+    print(batch_arithmetic(config), sampling_summary(config), worker_summary(config), sep="\n")
     if action_of(config).writes:
         print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
     pools = start_pools(config, parts.total_steps, needed_roles(config, parts.trainer_class.reads))

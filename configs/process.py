@@ -7,6 +7,8 @@ A thread that waits for work spins before it sleeps. Without spinning a small mo
 import atexit
 import io
 import os
+import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -36,6 +38,7 @@ VARIABLES = {
 }
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed
 THREADS = "OMP_NUM_THREADS"
+GROUP, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 SAVING = signal.SIGUSR1  # job schedulers send it before a time limit
 UNANSWERED = (signal.SIG_DFL, signal.default_int_handler)  # else ignored, as under nohup
 STOPPED = "stopped by {}; once more kills the process. HYDRA_FULL_ERROR=1 shows where it was."
@@ -249,15 +252,38 @@ def available_cores() -> tuple[int, str]:
     return allowed, "the machine's cores" if allowed == machine else f"{allowed} of the machine's {machine} cores"
 
 
-def cpu_quota(group: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Reads the CPU limit of this process's control group (version 2) and those above it, in cores; None: no limit.
+def cpu_quota(group: Path = GROUP, root: Path = GROUPS) -> float | None:
+    """Reads the CPU limit of this process's control groups, in cores; None: no limit."""
+    limits = [(folder / "cpu.max").read_text().split() for folder in control_groups("cpu.max", group, root)]
+    return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
+
+
+def memory_and_disk(folder: str | Path, group: Path = GROUP, root: Path = GROUPS) -> str:
+    """Says how much disk is free for `folder` and, on Linux, how much memory: of the machine's, or of a lower limit of
+    this process's control groups, whose cached files count as free."""
+    path = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    disk, meminfo = f"{shutil.disk_usage(path).free / 1e9:.3g} GB of disk", Path("/proc/meminfo")
+    if not meminfo.exists():
+        return disk
+    machine = dict(re.findall(r"(\w+): +(\d+) kB", meminfo.read_text()))
+    sizes = [(int(machine["MemTotal"]) << 10, int(machine["MemAvailable"]) << 10)]
+    for inner in control_groups("memory.max", group, root):
+        limit, used, stat = ((inner / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+        if limit.strip() != "max":
+            sizes.append((int(limit), int(limit) - int(used) + int(re.search(r"inactive_file (\d+)", stat)[1])))
+    total, free = (min(column) / 1e9 for column in zip(*sizes, strict=True))
+    shared = shutil.disk_usage("/dev/shm").free / 1e9
+    return f"{free:.3g} of {total:.3g} GB of memory, {shared:.3g} of /dev/shm, {disk} free"
+
+
+def control_groups(file: str, group: Path, root: Path) -> list[Path]:
+    """Lists the folders of this process's control group (version 2) and of those above it that have a `file`.
 
     In a container the inner folders may be missing: the container's own group is then the outermost."""
     lines = group.read_text().splitlines() if group.is_file() else []
     inner = root.joinpath(*(line.removeprefix("0::/") for line in lines if line.startswith("0::/")))
     folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
-    limits = [(folder / "cpu.max").read_text().split() for folder in folders if (folder / "cpu.max").is_file()]
-    return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
+    return [folder for folder in folders if (folder / file).is_file()]
 
 
 let_readers_leave()  # here, as every command imports this file first

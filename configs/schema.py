@@ -556,7 +556,7 @@ class RunConfig(Frozen):
     resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
     trust_checkpoint: bool = setting(False, "Unpickle what a checkpoint holds of a sampler's, and so run its code.")
 
-    placement_seconds = 60  # for other runs to free what this one asks of a Ray cluster
+    patience = 0.0  # seconds that a run waits for machines that its Ray cluster lacks
     async_mode = None  # what changes the order of a step, among the trainers of configs/extras.py
 
     @property

@@ -17,7 +17,7 @@ import torch
 
 import main
 from configs import extras, loader
-from configs.checks import batch_arithmetic, check_config
+from configs.checks import batch_arithmetic, check_config, plural
 from configs.errors import ConfigError
 from configs.loader import CONFIG_DIR, Arguments, check_is_whole, load_config, parse_arguments
 from configs.schema import Config
@@ -526,7 +526,7 @@ def test_gpus_that_are_not_there_are_refused_before_anything_is_read(asked, gpus
         main.main(command)
     assert stop.value.code == 2
     said = capsys.readouterr().err
-    assert f"error: trainer.n_gpus_per_node × trainer.nnodes asks for {gpus} GPUs; torch finds 0" in said
+    assert f"error: asked: {plural(gpus, 'worker')} × (" in said and "✗ 0 GPU" in said and "n_gpus_per_node" in said
 
 
 # What start-up prints

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -35,10 +36,10 @@ from workers.ray_group import (
     RayWorkerGroup,
     Resources,
     WorkerError,
+    asked_and_there,
     check_machine,
-    check_present,
-    check_resources,
     joins_cluster,
+    lacking,
     remote_class,
     reserve,
     start_pools,
@@ -339,25 +340,44 @@ def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny
 
 
 @pytest.mark.parametrize(
-    ("present", "fits"),
+    ("present", "missing"),
     [
-        ([{"CPU": 9.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}], True),
-        ([{"CPU": 8.0, "GPU": 4.0}], True),  # room for both: neighbours are together all the same
-        ([{"CPU": 3.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}], False),
-        ([{"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 1.0}], False),  # enough in all, but not where it has to be
-        ([{"CPU": 8.0}], False),
+        ([{"CPU": 9.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}], []),
+        ([{"CPU": 8.0, "GPU": 4.0}], []),  # room for both: neighbours are together all the same
+        ([{"CPU": 3.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}], ["CPU"]),
+        ([{"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 1.0}], ["GPU"]),  # enough in all, but not where it has to be
+        ([{"CPU": 8.0}], ["GPU"]),
     ],
 )
-def test_each_machine_has_to_hold_its_workers(present: list[dict[str, float]], fits: bool, capsys, monkeypatch):
-    monkeypatch.setattr("configs.errors.noticed", set())
-    asked = Resources(workers=4, threads=2, gpus=1, nodes=2)
-    if fits:
-        check_resources([asked], present)
-        one = "trainer.nnodes=2 machines are asked for: the Ray cluster has 1" in capsys.readouterr().err
-        assert one == (len(present) == 1)
-    else:
-        with pytest.raises(ConfigError, match=r"asked Ray for 2 × \{'CPU': 4.0, 'GPU': 2.0\}, .* have \[\{'CPU'"):
-            check_resources([asked], present)
+def test_each_machine_has_to_hold_its_workers(present: list[dict[str, float]], missing: list[str]):
+    assert lacking([Resources(workers=4, threads=2, gpus=1, nodes=2)], present, on_ray=True) == missing
+
+
+def test_pools_are_added_up():
+    both = Resources(workers=2, threads=1, gpus=1), Resources(workers=2, threads=3, gpus=0)
+    machines = [{"CPU": 6.0}, {"CPU": 2.0, "GPU": 2.0}]
+    assert not lacking(both, machines, on_ray=True)
+    assert lacking([*both, both[1]], machines, on_ray=True) == ["CPU"]
+    assert not lacking([*both, both[1]], machines, on_ray=False), "who does not reserve cores may share them"
+
+
+def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.MonkeyPatch, capsys):
+    cluster, waits = [{"CPU": 2.0}], iter([False, True])
+    placement = mock.Mock(wait=lambda _: cluster.append({"CPU": 2.0}) or next(waits))
+    monkeypatch.setattr(ray_group, "joins_cluster", lambda: True)
+    monkeypatch.setattr(ray_group, "machines", lambda: cluster)
+    monkeypatch.setattr(ray_group, "placement_group", lambda *_, **__: placement)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: mock.Mock(gcs_address="10.0.0.1:6379"))
+    asked = Resources(workers=6, threads=1, gpus=0, nodes=3, threads_from="a test")
+    line = (
+        r"asked: 6 workers × \(1 thread \(a test\), no GPU\) on 3 machines, Ray actors · there: Ray at 10.0.0.1:6379, "
+    )
+    with pytest.raises(ConfigError, match=line + r"1 machine × \(✗ 2 CPU, 0 GPU\), free: 1 CPU, 0 GPU; .*nnodes"):
+        reserve(asked)
+    assert reserve(replace(asked, patience=120.0)) is placement
+    [told] = capsys.readouterr().err.splitlines()
+    assert re.search(line + r"2 machines × \(✗ 2 CPU, 0 GPU\).*: not there, or not free, for 60 s", told)
 
 
 @pytest.mark.slow
@@ -373,9 +393,7 @@ def test_neighbours_in_rank_are_on_one_machine():
         classes = [remote_class(asked, placement, rank) for rank in range(4)]
         bundles = [made._default_options["scheduling_strategy"].placement_group_bundle_index for made in classes]
         assert bundles == [0, 0, 1, 1] and len(set(nodes.values())) == 2
-        with pytest.raises(
-            ConfigError, match=r"asked Ray for 3 × \{'CPU': 4.0\}, .* have \[\{'CPU': 4.0\}, \{'CPU': 4.0"
-        ):
+        with pytest.raises(ConfigError, match=r"asked: 12 workers .* Ray at .*, 2 machines × \(✗ 4 CPU, 0 GPU\)"):
             reserve(Resources(workers=12, threads=1, gpus=0, nodes=3))
     finally:
         ray.shutdown()
@@ -393,21 +411,21 @@ def test_a_worker_sees_its_own_gpu_alone_where_ray_is_told_to_show_all(monkeypat
 
 
 def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ray_group.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(ray_group, "available_cores", lambda: (2, "a CPU quota of 2.5"))
     monkeypatch.setattr(ray_group, "joins_cluster", lambda: False)
     asked = ["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=3", "trainer.n_threads=1"]
-    with pytest.raises(ConfigError, match=r"3 workers with 1 thread .* each ask for 3 cores, and this machine has 2"):
+    with pytest.raises(ConfigError, match=r"asked: 3 workers × \(1 thread .* there: 1 machine × \(✗ 2 CPU"):
         check_machine(compose(*asked))
     assert not ray.is_initialized()
 
 
 @pytest.mark.slow
 def test_a_running_cluster_is_asked_for_gpus_that_are_not_here(cluster: None):
-    check_present([Resources(workers=1, threads=1, gpus=0)], on_ray=True)
-    with pytest.raises(ConfigError, match=r"asked Ray for 1 × \{'CPU': 64.0, 'GPU': 64.0\}, .* 'GPU': 0"):
-        check_present([Resources(workers=64, threads=1, gpus=1)], on_ray=True)
-    with pytest.raises(ConfigError, match="asks for 64 GPUs; torch finds "):
-        check_present([Resources(workers=64, threads=1, gpus=1)], on_ray=False)
+    assert "there: Ray at " in asked_and_there([Resources(workers=1, threads=1, gpus=0)], on_ray=True)
+    with pytest.raises(ConfigError, match=r"asked: 64 workers .* there: Ray at .* × \(✗ 2 CPU, ✗ 0 GPU\)"):
+        asked_and_there([Resources(workers=64, threads=1, gpus=1)], on_ray=True)
+    with pytest.raises(ConfigError, match=r"there: 1 machine × \(\d+ CPU, ✗ \d+ GPU\)"):
+        asked_and_there([Resources(workers=64, threads=1, gpus=1)], on_ray=False)
 
 
 @pytest.mark.parametrize(
@@ -440,8 +458,8 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
     assert shown == "" if said is None else "This run uses the CPU; trainer.n_gpus_per_node=0 says" in shown
     check_machine(compose("trainer.n_gpus_per_node=0"))
     assert capsys.readouterr().err == ""
-    with pytest.raises(ValueError, match="asks for 2 GPUs; torch finds 0") as refused:
-        check_present([Resources(workers=2, threads=1, gpus=1)], on_ray=False)
+    with pytest.raises(ValueError, match=r"asked: 2 workers .*, 1 GPU.* ✗ 0 GPU") as refused:
+        asked_and_there([Resources(workers=2, threads=1, gpus=1)], on_ray=False)
     assert said is None or found in str(refused.value)
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from configs import process
-from configs.process import Threads, available_cores, cpu_quota, worker_threads
+from configs.process import Threads, available_cores, cpu_quota, memory_and_disk, worker_threads
 from tests.runs import compose
 
 
@@ -33,6 +33,15 @@ def test_a_quota_is_read_from_the_files_of_the_control_group(tmp_path, group, fi
         (tmp_path / name).write_text(text)
     (tmp_path / "group").write_text(f"{group}\n")
     assert cpu_quota(tmp_path / "group", tmp_path) == wanted
+
+
+@pytest.mark.skipif(process.sys.platform != "linux", reason="control groups are Linux's")
+def test_memory_is_counted_by_the_limit_of_the_control_group(tmp_path):
+    files = {"max": f"{8 * 10**9}", "current": f"{6 * 10**9}", "stat": f"anon 5\ninactive_file {10**9}\n"}
+    for name, text in files.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    (tmp_path / "group").write_text("0::/\n")
+    assert memory_and_disk(tmp_path, tmp_path / "group", tmp_path).startswith("3 of 8 GB of memory, ")
 
 
 @pytest.mark.parametrize(

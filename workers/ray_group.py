@@ -1,4 +1,4 @@
-"""Runs any number of workers as Ray actors, and holds what a run asks for against what the machines have.
+"""Runs any number of workers as Ray actors, and says in a line what a run asks for and what the machines have.
 
 The interface that they share with a worker in this process is workers/group.py.
 """
@@ -6,6 +6,7 @@ The interface that they share with a worker in this process is workers/group.py.
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from ray._private.utils import get_ray_address_file
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.errors import ConfigError, first_line, notice_once, warns_of_close
+from configs.checks import plural
+from configs.errors import ConfigError, first_line, notice, notice_once, warns_of_close
 from configs.extras import find
-from configs.process import VARIABLES, Threads, children_apart, worker_threads
+from configs.process import VARIABLES, Threads, available_cores, children_apart, memory_and_disk, worker_threads
 from configs.schema import Config, ModelConfig, RunConfig
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError
@@ -33,7 +35,8 @@ from workers.parallel import layout_of
 from workers.rollout import load_rollout_class
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACEMENT_SECONDS = 60
+PLACEMENT_SECONDS = 60  # for others to free what is asked for; between two lines about it
+KINDS = "CPU", "GPU"  # of what Ray reserves
 CONNECT_SECONDS = 10
 CLOSE_SECONDS = 5  # in which workers close what they hold; then they are killed
 DEATH_SECONDS = 3  # in which Ray notices that a process is gone
@@ -51,13 +54,19 @@ class Resources:
     gpus: int
     nodes: int = 1
     threads_from: str = field(default="", compare=False)  # where their number comes from
+    patience: float = field(default=0.0, compare=False)  # seconds to wait for machines that the cluster lacks
 
     @classmethod
     def from_config(cls, trainer: RunConfig) -> "Resources":
         gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
         workers_a_node = gpus or trainer.n_workers_per_node
         threads = worker_threads(trainer.n_threads, workers_a_node)
-        return cls(trainer.nnodes * workers_a_node, threads.number, min(gpus, 1), trainer.nnodes, threads.origin)
+        workers, nodes = trainer.nnodes * workers_a_node, trainer.nnodes
+        return cls(workers, threads.number, min(gpus, 1), nodes, threads.origin, trainer.patience)
+
+    def __str__(self) -> str:
+        each = f"{Threads(self.threads, self.threads_from)}, {self.gpus or 'no'} GPU"
+        return f"{plural(self.workers, 'worker')} × ({each}) on {plural(self.nodes, 'machine')}"
 
     @property
     def workers_a_node(self) -> int:
@@ -215,12 +224,6 @@ def pools_of(config: Config, roles: Sequence[str] = ("actor", "rollout")) -> lis
     return [(config, list(roles))]
 
 
-def start_group(config: Config, worker_class: type, *args: Any) -> Group:
-    """Starts as many `worker_class(*args)` as trainer has workers, after a check of what they ask for."""
-    check_machine(config)
-    return start_workers(config, worker_class, *args)
-
-
 def start_workers(config: Config, worker_class: type, *args: Any) -> Group:
     """Starts as many `worker_class(*args)` as trainer has workers, where trainer.executor says."""
     resources = Resources.from_config(config.trainer)
@@ -244,13 +247,13 @@ def check_machine(config: Config) -> None:
             f"torchrun starts {copies} of this command, each of which would be a run: start it once, by python, with "
             f"trainer.n_gpus_per_node or, on CPUs, n_workers_per_node={copies}; it starts the workers itself."
         )
-    pools = [(pool, roles, Resources.from_config(pool.trainer)) for pool, roles in pools_of(config)]
-    for pool, roles, resources in pools:
+    for pool, roles in pools_of(config):
+        resources = Resources.from_config(pool.trainer)
         layout_of(pool, resources.workers).check(pool, resources.workers)
         if "rollout" in roles:
             rollout = pool.actor_rollout_ref.rollout
             load_rollout_class(rollout.name).check(rollout, resources.workers, resources.gpus)
-    check_present([resources for *_, resources in pools], any(uses_ray(pool.trainer) for pool, *_ in pools))
+    worker_summary(config)  # or raises
     if config.trainer.n_gpus_per_node is None and (problem := gpu_trouble()):
         notice_once(f"{problem} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
 
@@ -265,13 +268,11 @@ def uses_ray(trainer: RunConfig) -> bool:
     return trainer.executor == "ray" or Resources.from_config(trainer).workers > 1
 
 
-def worker_summary(trainer: RunConfig) -> str:
-    """Says in a line where the workers run, and on what."""
-    resources = Resources.from_config(trainer)
-    resources_text = f"with {Threads(resources.threads, resources.threads_from)} and {resources.gpus or 'no'} GPU"
-    if resources.workers > 1:
-        return f"{resources.workers} workers are Ray actors, {resources_text} each; each takes a share of every batch."
-    return f"the worker is {'a Ray actor' if uses_ray(trainer) else 'this process'}, {resources_text}."
+def worker_summary(config: Config) -> str:
+    """Says in a line what the run's workers ask for, and what is there; raises ConfigError where that is less."""
+    pools = [pool.trainer for pool, _ in pools_of(config)]
+    on_ray = any(map(uses_ray, pools))
+    return asked_and_there([*map(Resources.from_config, pools)], on_ray, config.trainer.default_local_dir)
 
 
 class RemoteWorker:
@@ -339,39 +340,48 @@ def worker_environment(n_threads: int) -> dict[str, str]:
 def reserve(resources: Resources) -> PlacementGroup:
     """Reserves a placement group of one bundle a machine, on machines apart where there are as many; raises ConfigError
     if the cluster does not have it, or others do not free it in time."""
-    bundle = resources.bundle()
-    check_resources([resources], machines())
-    placement = placement_group([bundle] * resources.nodes, strategy="SPREAD")
-    if not placement.wait(PLACEMENT_SECONDS):
-        remove_placement_group(placement)
-        raise ConfigError(
-            f"the Ray cluster did not free {resources.nodes} × {bundle} within {PLACEMENT_SECONDS} s; available: "
-            f"{ray.available_resources()}. Stop other jobs or lower trainer.n_threads."
-        )
+    line, waited = asked_and_there([resources], on_ray=True), 0.0
+    placement = placement_group([resources.bundle()] * resources.nodes, strategy="SPREAD")
+    while not placement.wait(PLACEMENT_SECONDS):
+        waited += PLACEMENT_SECONDS
+        line = f"{asked_and_there([resources], on_ray=True)}: not there, or not free, for {waited:.0f} s."
+        if waited >= resources.patience:
+            remove_placement_group(placement)
+            raise ConfigError(f"{line} Stop other jobs, or lower trainer.n_threads.", "trainer.n_threads")
+        notice(line)
     return placement
 
 
-def check_present(pools: Sequence[Resources], on_ray: bool) -> None:
-    """Raises ConfigError where there are fewer GPUs than asked for or, for a run `on_ray`, which reserves them, cores:
-    here, or in the cluster if one is running. Ray need not be started for that, which takes seconds."""
-    count, gpus = sum(pool.workers for pool in pools), sum(pool.workers * pool.gpus for pool in pools)
-    present_gpus = torch.cuda.device_count()
-    cores, present_cores = sum(pool.workers * pool.threads for pool in pools) if on_ray else 0, os.cpu_count() or 1
-    if gpus <= present_gpus and cores <= present_cores:
-        return
-    if on_ray and joins_cluster():
-        return check_resources(pools, machines())
-    if gpus <= present_gpus:
-        raise ConfigError(
-            f"{count} workers with {Threads(pools[0].threads, pools[0].threads_from)} each ask for {cores} cores, "
-            f"and this machine has {present_cores}: lower trainer.n_workers_per_node or trainer."
-            "n_threads, or `ray start` more machines and set trainer.nnodes."
-        )
-    raise ConfigError(
-        f"trainer.n_gpus_per_node × trainer.nnodes asks for {gpus} GPUs; torch finds {present_gpus} on this machine. "
-        "Leave trainer.n_gpus_per_node null to take what is here, or `ray start` machines that have them. "
-        f"{gpu_trouble() or ''}".strip()
-    )
+def asked_and_there(pools: Sequence[Resources], on_ray: bool, folder: str = ".") -> str:
+    """Says in a line what `pools` of workers ask for, and what is there: on this machine, or in the cluster that a run
+    `on_ray` joins; what is too little has a ✗, and is refused by that line, unless there is patience for machines."""
+    joined = on_ray and joins_cluster()
+    present = machines() if joined else [{"CPU": available_cores()[0], "GPU": torch.cuda.device_count()}]
+    marks = dict.fromkeys(KINDS, "") | dict.fromkeys(lacking(pools, present, on_ray), "✗ ")
+    each = Counter(", ".join(f"{marks[name]}{one.get(name, 0):g} {name}" for name in KINDS) for one in present)
+    there = " + ".join(f"{plural(count, 'machine')} × ({text})" for text, count in each.items())
+    if joined:
+        free = ", ".join(f"{ray.available_resources().get(name, 0):g} {name}" for name in KINDS)
+        there = f"Ray at {ray.get_runtime_context().gcs_address}, {there}, free: {free}"
+    asked = f"{' and '.join(map(str, pools))}, {'Ray actors' if on_ray else 'this process'}"
+    line = f"asked: {asked} · there: {there}; here {memory_and_disk(folder)}"
+    if "✗" in line and not (joined and any(pool.patience for pool in pools)):
+        remedy = "Lower trainer.n_threads, n_workers_per_node, n_gpus_per_node or nnodes, or `ray start` machines."
+        raise ConfigError(f"{line}. {remedy} {gpu_trouble() or ''}".strip(), "trainer.n_workers_per_node")
+    return line
+
+
+def lacking(pools: Sequence[Resources], present: Sequence[dict[str, float]], on_ray: bool) -> list[str]:
+    """Names what the machines `present` have too little of for the bundles of all pools; only Ray reserves cores."""
+    names, free = KINDS if on_ray else ["GPU"], [dict.fromkeys(KINDS, 0.0) | machine for machine in present]
+    bundles = [dict.fromkeys(KINDS, 0.0) | pool.bundle() for pool in pools for _ in range(pool.nodes)]
+    for bundle in sorted(bundles, key=lambda one: (one["GPU"], one["CPU"]), reverse=True):
+        fitting = [one for one in free if all(one[name] >= bundle[name] for name in names)]
+        if not fitting:
+            return [name for name in names if max(one[name] for one in free) < bundle[name]] or [*names]
+        tightest = min(fitting, key=lambda one: (one["GPU"], one["CPU"]))
+        tightest.update({name: tightest[name] - bundle[name] for name in names})
+    return []
 
 
 def joins_cluster() -> bool:
@@ -400,21 +410,3 @@ def joins_cluster() -> bool:
 def machines() -> list[dict[str, float]]:
     """Lists the resources of each machine of the Ray cluster, taken or not."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def check_resources(pools: Sequence[Resources], present: Sequence[dict[str, float]]) -> None:
-    """Raises ConfigError where the machines `present` have no room for as many bundles as the pools have nodes."""
-    free = [dict(machine) for machine in present]
-    asked = " and ".join(f"{pool.nodes} × {pool.bundle()}" for pool in pools)
-    for bundle in [pool.bundle() for pool in pools for _ in range(pool.nodes)]:
-        fitting = [machine for machine in free if all(machine.get(name, 0) >= bundle[name] for name in bundle)]
-        if not fitting:
-            available = [{name: machine.get(name, 0) for name in bundle} for machine in present]
-            raise ConfigError(
-                f"asked Ray for {asked}, the machines of the cluster have {available}. Lower trainer.n_threads, "
-                "n_workers_per_node, n_gpus_per_node or nnodes, or add machines with `ray start`."
-            )
-        chosen = max(fitting, key=lambda machine: machine["CPU"])
-        chosen.update({name: chosen[name] - amount for name, amount in bundle.items()})
-    if len(present) < (nodes := max(pool.nodes for pool in pools)):
-        notice_once(f"trainer.nnodes={nodes} machines are asked for: the Ray cluster has {len(present)} for all.")

@@ -19,8 +19,8 @@ class Settings(Frozen):
     )
 
     @property
-    def placement_seconds(self) -> float:
-        return LONG if self.restarted else super().placement_seconds
+    def patience(self) -> float:
+        return LONG if self.restarted else super().patience
 
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)

@@ -99,7 +99,7 @@ def train(config: SFTConfig, parts: SFTParts) -> Path:
     epoch, settings = len(parts.train_loader), config.trainer
     each = {f"trainer.{name}": epoch for name in ("test_freq", "save_freq") if settings[name] == EACH_EPOCH}
     config = with_settings(config, each)
-    print(worker_summary(config.trainer), files_to_come(config.trainer, parts.total_steps), sep="\n")
+    print(worker_summary(worker_config(config)), files_to_come(config.trainer, parts.total_steps), sep="\n")
     pools = start_pools(worker_config(config), parts.total_steps, ["actor"])
     try:
         trainer = SFTTrainer(config, parts, roles_of(pools, worker_config(config).actor_rollout_ref)["actor"])
