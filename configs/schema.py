@@ -31,9 +31,9 @@ KL_KINDS = tuple(
 
 @dataclass
 class DatasetClassConfig(Open):
-    path: str | None = setting(None, "File or module of a dataset class of yours; null: RLHFDataset.")
+    path: str | None = setting(None, "File or module of your dataset class; null: RLHFDataset.")
     name: str | None = setting(None, "Class in that file, a subclass of torch.utils.data.Dataset.")
-    kwargs: dict[str, Any] = setting({}, "Passed on to the constructor; they win over what the caller passes.")
+    kwargs: dict[str, Any] = setting({}, "Arguments of the constructor; they override the caller's.")
     extras: dict[str, Any] = own_keys("data.custom_cls", "path")
 
     def check(self, config: Any, key: str) -> None:
@@ -43,7 +43,7 @@ class DatasetClassConfig(Open):
 
 @dataclass
 class SamplerConfig(Open):
-    class_path: str | None = setting(None, "File or module of a sampler of yours; null: our own order.")
+    class_path: str | None = setting(None, "File or module of your sampler; null: our own order.")
     class_name: str | None = setting(None, "Class in that file, a subclass of data.sampler.AbstractSampler.")
     kwargs: dict[str, Any] = setting({}, "Passed on to the constructor.")
     extras: dict[str, Any] = own_keys("data.sampler", "class_path")
@@ -57,10 +57,10 @@ class FileRows(Open):
 class DataConfig(section("datagen"), FileRows):
     train_files: Any = setting(None, "Training rows: files, folders, globs, datasets:N, reasoning_gym:T.", texts=True)
     val_files: Any = setting(None, "Validation rows, as train_files; null: no validation on rows.", texts=True)
-    train_max_samples: int = setting(-1, "Use at most so many training rows; -1: all.", ge=-1)
-    val_max_samples: int = setting(-1, "Use at most so many validation rows; -1: all.", ge=-1)
+    train_max_samples: int = setting(-1, "Use at most this many training rows; -1: all.", ge=-1)
+    val_max_samples: int = setting(-1, "Use at most this many validation rows; -1: all.", ge=-1)
     prompt_key: str = setting("prompt", "Column with the prompt: a list of chat messages, or a plain string.")
-    ground_truth_key: str = setting("ground_truth", "Column with the right answer, where reward_model has none.")
+    ground_truth_key: str = setting("ground_truth", "Column with the right answer, if reward_model has none.")
     reward_fn_key: str = setting("data_source", "Column that names where a row comes from; metrics are split by it.")
     max_prompt_length: int = setting(512, "Longest prompt, in tokens, template included.", ge=1)
     max_response_length: int = setting(512, "Longest response, in tokens.", ge=1)
@@ -70,8 +70,8 @@ class DataConfig(section("datagen"), FileRows):
         "What happens to over-long prompts that are not filtered: raise, or cut a side.",
         choices=("error", "left", "right", "middle"),
     )
-    train_batch_size: int = setting(1024, "Prompts a step; the default, at most those of an epoch.", ge=1)
-    val_batch_size: int | None = setting(None, "Prompts a validation batch; null: all at once.", ge=1)
+    train_batch_size: int = setting(1024, "Prompts per step; the default is lowered to the rows of an epoch.", ge=1)
+    val_batch_size: int | None = setting(None, "Prompts per validation batch; null: all at once.", ge=1)
     shuffle: bool = setting(True, "Draw the training rows in a new random order every epoch.")
     seed: int | None = setting(None, "Seed of the row order and sub-sampling; null: derived from trainer.seed.")
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
@@ -84,10 +84,10 @@ class DataConfig(section("datagen"), FileRows):
 
 @dataclass
 class SuccessConfig(Frozen):
-    terminated: bool | None = setting(None, "Whether it must have ended by itself; false: by the step limit.")
+    terminated: bool | None = setting(None, "Whether the environment must end it; false: the step limit must.")
     last_reward_above: float | None = setting(None, "The last reward must be above this.")
     return_above: float | None = setting(None, "The sum of the episode's rewards must be above this.")
-    said: bool | None = setting(None, "What the last info['success'] must have been; nothing counts as false.")
+    said: bool | None = setting(None, "What the last info['success'] must be; none counts as false.")
 
 
 class InOneProcess(Frozen):
@@ -99,18 +99,20 @@ class EnvConfig(section("gym"), InOneProcess):
     id: str | None = setting(None, "gymnasium id, e.g. FrozenLake-v1; null: the prompts come from data.train_files.")
     path: str = setting("custom/env_wrapper.py", "File or module that holds the factory of the environment.")
     name: str = setting("make_env", "Factory in it: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs).")
-    kwargs: dict[str, Any] = setting({}, "Passed on to the factory (and, by ours, to gymnasium).")
+    kwargs: dict[str, Any] = setting({}, "Arguments of the factory (ours passes them on to gymnasium).")
     mode: str = setting("step", "A prompt is a state, or the start of an episode.", choices=("step", "episode"))
     history: str = setting(
         "transcript", "Turns are all in one row, or each in one with its own prompt.", choices=("transcript", "turns")
     )
-    timeout: float | None = setting(60.0, "Seconds a reset or step may take, else its episode fails; null: any.", gt=0)
-    max_failed_fraction: float = setting(0.5, "The run ends when a larger share of episodes failed.", ge=0, le=1)
+    timeout: float | None = setting(
+        60.0, "Seconds that a reset or step may take, or the episode fails; null: any.", gt=0
+    )
+    max_failed_fraction: float = setting(0.5, "The run ends if a larger share of episodes has failed.", ge=0, le=1)
     train_size: int = setting(10_000, "States (or starts of episodes) an epoch draws from the environment.", ge=1)
     val_size: int = setting(0, "States of the validation set (one answer each); 0: none.", ge=0)
     val_episodes: int = setting(0, "Whole episodes played at validation; 0: none.", ge=0)
     val_seed: int = setting(1_000_000, "Reset seed of the first validation episode; the others count up from it.", ge=0)
-    max_turns: int | None = setting(None, "Most moves an episode; null: the environment's own limit.", ge=1)
+    max_turns: int | None = setting(None, "Most moves per episode; null: the environment's own limit.", ge=1)
     max_walk: int | None = setting(None, "Most random moves from a reset to a training state; null: 20.", ge=0)
     invalid_action: str | None = setting(
         None, "An answer without a legal action uses up a turn, or ends; null: as it says.", choices=("retry", "end")
@@ -120,7 +122,7 @@ class EnvConfig(section("gym"), InOneProcess):
 
 @dataclass
 class PretrainedModelConfig(Frozen):
-    path: str | None = setting(None, "Hugging Face model directory (or hub name where one is reachable).")
+    path: str | None = setting(None, "Hugging Face model directory (or hub name, if the hub is reachable).")
     tokenizer_path: str | None = setting(None, "Tokenizer directory; null: the model's.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model or tokenizer.")
     custom_chat_template: str | None = setting(None, "Jinja chat template that replaces the tokenizer's.")
@@ -140,7 +142,7 @@ class PretrainedModelConfig(Frozen):
 class ModelConfig(section("lora"), PretrainedModelConfig):
     external_lib: Any = setting(None, "Files or modules (one or a list) to import first, e.g. your losses.", texts=True)
     use_remove_padding: bool = setting(True, "Pack sequences without padding, a prompt once for all samples.")
-    kernels: str = setting("auto", "What makes it faster (extras/kernels); off: nothing.", choices=("auto", "off"))
+    kernels: str = setting("auto", "Faster layers (extras/kernels); off: plain ones.", choices=("auto", "off"))
     enable_gradient_checkpointing: bool | None = setting(None, "Recompute activations to save memory; null: on a GPU.")
 
 
@@ -180,12 +182,12 @@ class TrainFSDPConfig(section("sharding", "TrainSettings"), FSDPConfig):
 class PolicyLossConfig(Frozen):
     loss_mode: str = setting("vanilla", "Name in the registry of policy losses.")
     clip_cov_ratio: float = setting(0.0002, "Share of the tokens that clip_cov leaves out.", gt=0, le=1)
-    clip_cov_lb: float = setting(1.0, "Least covariance of tokens that clip_cov leaves out.")
+    clip_cov_lb: float = setting(1.0, "Smallest covariance of tokens that clip_cov leaves out.")
     clip_cov_ub: float = setting(5.0, "Largest covariance of tokens that clip_cov leaves out.")
     kl_cov_ratio: float = setting(0.0002, "Share of the tokens that kl_cov holds back.", gt=0, le=1)
     ppo_kl_coef: float = setting(0.1, "Weight of |log ratio| at the tokens that kl_cov holds back.", ge=0)
     dro_beta: float | None = setting(None, "Weight of the squared log-ratio in dro, which needs it.", gt=0)
-    kwargs: dict[str, Any] = setting({}, "Passed on to a loss of yours, by name.")
+    kwargs: dict[str, Any] = setting({}, "Arguments of your own loss, by name.")
 
     def check(self, config: Any, key: str) -> None:
         if self.loss_mode == "dro" and self.dro_beta is None:
@@ -197,7 +199,7 @@ class PolicyLossConfig(Frozen):
 @dataclass
 class CheckpointConfig(Frozen):
     save_contents: list[str] = setting(["model", "optimizer", "extra", "hf_model"], "What a checkpoint holds.")
-    async_save: bool = setting(False, "Train on while a checkpoint is written, from a copy in main memory.")
+    async_save: bool = setting(False, "Keep training while a checkpoint is written from a copy in main memory.")
 
     def check(self, config: Any, key: str) -> None:
         if unknown := sorted({*self.save_contents} - {"model", "optimizer", "extra", "hf_model"}):
@@ -218,9 +220,11 @@ class LayoutConfig(Frozen):
 
 @dataclass
 class ActorConfig(section("sharding", "ActorSettings"), LayoutConfig):
-    ppo_mini_batch_size: int | None = setting(None, "Prompts an optimiser step; null: all, on-policy.", ge=1)
-    ppo_micro_batch_size_per_gpu: int | None = setting(None, "Sequences a forward pass; null: as tokens allow.", ge=1)
-    use_dynamic_bsz: bool | None = setting(None, "Cut passes by tokens; null: unless a number of sequences is set.")
+    ppo_mini_batch_size: int | None = setting(None, "Prompts per optimiser step; null: all, on-policy.", ge=1)
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, "Sequences per forward pass; null: as tokens allow.", ge=1)
+    use_dynamic_bsz: bool | None = setting(
+        None, "Cut passes by tokens; null: yes, unless a number of sequences is set."
+    )
     ppo_max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold when cutting by tokens.", ge=1)
     ppo_epochs: int = setting(1, "Passes over each batch of rollouts.", ge=1)
     shuffle: bool = setting(False, "Shuffle the prompts before cutting mini-batches, anew every epoch.")
@@ -229,7 +233,7 @@ class ActorConfig(section("sharding", "ActorSettings"), LayoutConfig):
     clip_ratio_high: float | None = setting(None, "Upper ε; null: clip_ratio.", ge=0)
     clip_ratio_c: float = setting(3.0, "Dual-clip bound where advantages are negative; dppo: the largest ratio.", gt=1)
     tau_pos: float = setting(1.0, "How soon sapo's gradient fades off policy where the advantage is positive.", gt=0)
-    tau_neg: float = setting(1.05, "How soon it fades where the advantage is not positive.", gt=0)
+    tau_neg: float = setting(1.05, "How soon sapo's gradient fades where the advantage is not positive.", gt=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Which policy loss.")
     loss_agg_mode: str = setting("token-mean", "How token losses become one number.", choices=AGGREGATION_MODES)
     loss_scale_factor: float | None = setting(None, "Divisor of seq-mean-token-sum-norm; null: the width R.", gt=0)
@@ -255,7 +259,9 @@ def check_cut(section: "ActorConfig | CriticConfig", key: str) -> None:
 
 @dataclass
 class RefModelConfig(Frozen):
-    path: str | None = setting(II("actor_rollout_ref.model.path"), "Directory of the reference; the actor's at first.")
+    path: str | None = setting(
+        II("actor_rollout_ref.model.path"), "Directory of the reference; by default the actor's."
+    )
 
 
 @dataclass
@@ -271,12 +277,12 @@ class RefConfig(section("sharding", "RefSettings")):
 
 @dataclass
 class SamplingConfig(Frozen):
-    do_sample: bool | None = setting(None, "Sample, not the likeliest token; null: if a temperature above 0 is set.")
+    do_sample: bool | None = setting(None, "Sample; false: the likeliest token; null: if a temperature above 0 is set.")
     temperature: float | None = setting(None, "Softmax temperature when sampling; null: 1.", ge=0)
     top_k: int = setting(-1, "Keep the k most likely tokens; -1: all.", ge=-1)
     top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability; 1: all.", gt=0, le=1)
     min_p: float = setting(0.0, "Keep tokens at least this share as likely as the likeliest; 0: all.", ge=0, lt=1)
-    n: int = setting(1, "Samples a prompt.", ge=1)
+    n: int = setting(1, "Samples per prompt.", ge=1)
 
     def draws(self) -> tuple[bool, float]:
         """Returns whether tokens are sampled, rather than the likeliest taken, and the softmax temperature."""
@@ -290,9 +296,11 @@ class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
     enable: bool = setting(False, "Play each row as a conversation, with tools or a simulated user: an episode.")
     max_assistant_turns: int | None = setting(None, "Most answers of the policy in an episode; null or 0: any.", ge=0)
     max_user_turns: int | None = setting(None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0)
-    function_tool_path: str | None = setting(None, "Python file whose functions, by their hints, are tools.", file=True)
-    format: str = setting("hermes", "How answers write calls: hermes, llama3, plain, or a ToolParser of yours.")
-    max_parallel_calls: int = setting(1, "Calls of one answer that are run, side by side.", ge=1)
+    function_tool_path: str | None = setting(
+        None, "Python file whose functions are tools, by their type hints.", file=True
+    )
+    format: str = setting("hermes", "How answers write calls: hermes, llama3, plain, or your own ToolParser.")
+    max_parallel_calls: int = setting(1, "Calls of one answer that are run, in parallel.", ge=1)
     tool_timeout: float = setting(30.0, "Seconds that a call of a tool, a user or an agent loop may take.", gt=0)
     max_tool_response_length: int = setting(256, "Characters of a tool's answer; longer ones are cut.", ge=1)
     tool_response_truncate_side: str = setting("middle", "Side left out.", choices=("left", "middle", "right"))
@@ -328,13 +336,13 @@ class BesideTrainer(Frozen):
 
 @dataclass
 class RolloutConfig(section("lora", "RolloutSettings"), section("overlap", "Pool"), BesideTrainer, SamplingConfig):
-    name: str = setting("hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of yours.")
-    n: int = setting(1, "Samples a prompt: the group size of GRPO and RLOO.", ge=1)
+    name: str = setting("hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or your file.py.")
+    n: int = setting(1, "Samples per prompt: the group size of GRPO and RLOO.", ge=1)
     do_sample: bool = setting(True, "Sample in training; false: greedy.")
     temperature: float = setting(1.0, "Softmax temperature in training; the trainer's log-probs use it too.", gt=0)
     prompt_length: int = setting(II("data.max_prompt_length"), "Longest prompt, in tokens: the padded width P.", ge=1)
     response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
-    max_num_seqs: int = setting(1024, "Sequences generated side by side; more wait their turn.", ge=1)
+    max_num_seqs: int = setting(1024, "Sequences generated at once; others wait their turn.", ge=1)
     max_num_batched_tokens: int = setting(
         8192, "Tokens that go through the model at once: of padded prompts (hf), of all (vllm).", ge=1
     )
@@ -346,7 +354,7 @@ class RolloutConfig(section("lora", "RolloutSettings"), section("overlap", "Pool
     max_model_len: int | None = setting(
         None, "With vllm: longest sequence; null: prompt_length + response_length.", ge=2
     )
-    enable_prefix_caching: bool = setting(True, "With vllm: compute what prompts begin with in common once.")
+    enable_prefix_caching: bool = setting(True, "With vllm: compute the common beginning of prompts only once.")
     enable_chunked_prefill: bool = setting(True, "With vllm: let a long prompt go through the model in several steps.")
     load_format: str = setting("dummy", "With vllm: how its weights start (dummy: at random).")
     tensor_model_parallel_size: int = setting(1, "With vllm: workers of one engine; divides all workers.", ge=1)
@@ -373,7 +381,9 @@ class ActorRolloutRefConfig(Frozen):
 
 @dataclass
 class CriticModelConfig(Frozen):
-    path: str | None = setting(II("actor_rollout_ref.model.path"), "Model directory of the critic; the actor's.")
+    path: str | None = setting(
+        II("actor_rollout_ref.model.path"), "Model directory of the critic; by default the actor's."
+    )
 
 
 @dataclass
@@ -399,15 +409,15 @@ class CriticConfig(Frozen):
 
 @dataclass
 class RewardFunctionConfig(Frozen):
-    path: str | None = setting(None, "File or module of your reward function; null: the reward manager's own.")
+    path: str | None = setting(None, "File or module of your reward function; null: the reward manager's.")
     name: str = setting("compute_score", "Function in that file.")
-    reward_kwargs: dict[str, Any] = setting({}, "Passed on to the function; they win over what the caller passes.")
+    reward_kwargs: dict[str, Any] = setting({}, "Arguments of the function; they override the caller's.")
 
 
 @dataclass
 class RewardManagerConfig(Frozen):
-    path: str = setting("custom/reward_manager.py", "File or module of a reward manager of yours.")
-    name: str = setting("CustomRewardManager", "Class in it, name(environment) or verl's; or a registered name.")
+    path: str = setting("custom/reward_manager.py", "File or module of your reward manager.")
+    name: str = setting("CustomRewardManager", "Class in that file, name(environment) or verl's; or a registered name.")
 
 
 @dataclass
@@ -436,15 +446,15 @@ class RewardKwargsConfig(Frozen):
 @dataclass
 class WeightedFunctionConfig(RewardFunctionConfig):
     name: str = setting("compute_score", "Function in that file; the part of the score is logged as reward/NAME/….")
-    weight: float = setting(1.0, "By which what it returns counts in the score.")
-    data_sources: list[str] = setting([], "It scores the responses to rows of these data sources; []: of all.")
+    weight: float = setting(1.0, "Weight of the function's result in the score.")
+    data_sources: list[str] = setting([], "Data sources whose rows it scores; []: all.")
 
 
 @dataclass
 class FunctionsConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
-    max_concurrent: int = setting(64, "Calls of an async reward function under way at once; more wait.", ge=1)
-    timeout: float | None = setting(60.0, "Seconds to score a response; its process is then killed. null: any.", gt=0)
+    max_concurrent: int = setting(64, "Calls of an async reward function at once; others wait.", ge=1)
+    timeout: float | None = setting(60.0, "Seconds to score a response, then its process is killed; null: any.", gt=0)
     functions: list[WeightedFunctionConfig] = setting([], "Several functions, {path, name, weight, …}: a weighted sum.")
     on_failure: str = setting(
         "mask",
@@ -452,7 +462,7 @@ class FunctionsConfig(Frozen):
         choices=("mask", "score"),
     )
     failure_score: float = setting(0.0, "The score of such responses with on_failure=score.")
-    max_failed_fraction: float = setting(0.5, "The run ends when a larger share of responses is unscored.", ge=0, le=1)
+    max_failed_fraction: float = setting(0.5, "The run ends if a larger share of responses is unscored.", ge=0, le=1)
 
     @property
     def caller(self) -> str:
@@ -498,15 +508,15 @@ class RewardConfig(section("rules"), section("reward_model"), ScoringConfig):
 class KLControlConfig(Frozen):
     type: str = setting("fixed", "Whether the coefficient moves.", choices=("fixed", "adaptive"))
     kl_coef: float = setting(0.001, "The (first) coefficient.", ge=0)
-    horizon: int = setting(10_000, "Samples over which the adaptive controller acts.", gt=0)
-    target_kl: float = setting(0.1, "What the adaptive controller aims at, in nats a token.", gt=0)
+    horizon: int = setting(10_000, "Samples over which the adaptive controller adjusts.", gt=0)
+    target_kl: float = setting(0.1, "Target of the adaptive controller, in nats per token.", gt=0)
 
 
 @dataclass
 class FilterGroupsConfig(Frozen):
     enable: bool = setting(False, "Generate until enough groups differ in `metric` within themselves (DAPO).")
-    metric: str = setting("reward", "Score (reward), or a number beside it; a group that ties in it is dropped.")
-    max_num_gen_batches: int = setting(10, "Most generations a step; then groups that tie fill up. 0: any.", ge=0)
+    metric: str = setting("reward", "Score (reward), or a number beside it; groups with equal values are dropped.")
+    max_num_gen_batches: int = setting(10, "Most generations per step, then equal groups fill up; 0: any.", ge=0)
 
 
 @dataclass
@@ -514,14 +524,14 @@ class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), Open):
     keeps = "adv_estimator_kwargs"
 
     adv_estimator: str = setting("gae", "Name in the registry of advantage estimators.")
-    adv_estimator_kwargs: dict[str, Any] = setting({}, "Passed on to the estimator, by name, e.g. {f_norm: 2}.")
+    adv_estimator_kwargs: dict[str, Any] = setting({}, "Arguments of the estimator, by name, e.g. {f_norm: 2}.")
     gamma: float = setting(1.0, "Discount.", ge=0, le=1)
     lam: float = setting(1.0, "GAE's λ.", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the group's standard deviation.")
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
     kl_penalty: str = setting("kl", "Estimator of the KL in the reward.", choices=KL_KINDS)
     kl_ctrl: KLControlConfig = group(KLControlConfig, "Coefficient of the KL in the reward.")
-    gdpo_reward_keys: list[str] | None = setting(None, "For gdpo: numbers beside the score, each normalised.")
+    gdpo_reward_keys: list[str] | None = setting(None, "For gdpo: numbers beside the score, normalised one by one.")
     gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: the weights of those numbers; null: 1 each.")
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
 
@@ -540,13 +550,13 @@ class RunConfig(Frozen):
     default_local_dir: str = setting(
         "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints.", filled=True
     )
-    logger: Any = setting(["console"], "Of console, tensorboard, wandb, mlflow, trackio, swanlab.", texts=True)
+    logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, trackio, swanlab.", texts=True)
     executor: str | None = setting(
         None, "Where workers live: this process (local, for one) or actors; null: by number.", choices=("local", "ray")
     )
     nnodes: int = setting(1, "Machines.", ge=1)
-    n_gpus_per_node: int | None = setting(None, "GPUs a machine; null: one if there is one, else 0.", ge=0)
-    n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU; with GPUs, one each.", ge=1)
+    n_gpus_per_node: int | None = setting(None, "GPUs per machine; null: one if there is one, else 0.", ge=0)
+    n_workers_per_node: int = setting(1, "Workers per machine without GPUs; with GPUs, one each.", ge=1)
     n_threads: int | None = setting(None, "CPU threads of a worker; null: OMP_NUM_THREADS, else a share.", ge=1)
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
@@ -554,7 +564,7 @@ class RunConfig(Frozen):
         "auto", "Go on from the newest checkpoint, none, or a named one.", choices=("auto", "disable", "resume_path")
     )
     resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
-    trust_checkpoint: bool = setting(False, "Unpickle what a checkpoint holds of a sampler's, and so run its code.")
+    trust_checkpoint: bool = setting(False, "Unpickle a sampler's state in a checkpoint, which may run code.")
 
     patience = 0.0  # seconds that a run waits for machines that its Ray cluster lacks
     async_mode = None  # what changes the order of a step, among the trainers of configs/extras.py
@@ -585,13 +595,13 @@ class RunConfig(Frozen):
 class TrainerConfig(
     section("dry_run"), section("report"), section("watch"), section("restarts"), section("overlap"), RunConfig
 ):
-    cls: str = setting("training.ray_trainer:RayPPOTrainer", "The trainer: a subclass of yours, file.py:Class.")
+    cls: str = setting("training.ray_trainer:RayPPOTrainer", "The trainer: ours, or your subclass as file.py:Class.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
-    test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
-    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
-    critic_warmup: int = setting(0, "The policy learns from this step on; before it, the critic alone.", ge=0)
+    test_freq: int = setting(-1, "Validate every this many steps, and after the last; -1: never.")
+    save_freq: int = setting(-1, "Save every this many steps, and after the last; -1: never, so the model is lost.")
+    critic_warmup: int = setting(0, "The policy learns from this step on; before it, only the critic.", ge=0)
     log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
-    max_skipped_updates: int = setting(3, "End the run after so many non-finite updates in a row.", ge=1)
+    max_skipped_updates: int = setting(3, "End the run after this many non-finite updates in a row.", ge=1)
 
 
 @dataclass

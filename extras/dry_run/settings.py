@@ -8,7 +8,7 @@ from configs.settings import Frozen, setting
 @dataclass
 class Settings(Frozen):
     dry_run: bool = setting(
-        False, "Do one step on two prompts, without a weight change or a file, show all of it and what looks wrong."
+        False, "Do one step on two prompts, change no weight or file, and show everything and what looks wrong."
     )
 
     @property

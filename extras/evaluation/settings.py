@@ -28,12 +28,12 @@ class GenerationDataConfig(Frozen):
     path: Any = setting(None, "Prompts: one path or a list (.parquet, .json, .jsonl).", texts=True)
     output_path: str | None = setting(None, "The same rows with their responses: a .jsonl or .parquet file to make.")
     prompt_key: str = setting("prompt", "Column with the prompt: a list of chat messages, or a plain string.")
-    response_key: str = setting("responses", "Column that gets the responses to a prompt, a list of strings.")
+    response_key: str = setting("responses", "Column for the responses to a prompt, a list of strings.")
     strings_are_chat: bool = setting(
         False, "Read a prompt that is a string as a user's message, for the chat template; false: it is the whole text."
     )
-    n_samples: int = setting(1, "Responses to a prompt; rollout.n follows.", ge=1)
-    batch_size: int = setting(128, "Prompts generated for and written at a time; what is written is not lost.", ge=1)
+    n_samples: int = setting(1, "Responses per prompt; sets rollout.n, too.", ge=1)
+    batch_size: int = setting(128, "Prompts answered and saved at a time; saved answers are not lost.", ge=1)
     max_prompt_length: int = setting(1536, "Longest prompt, in tokens, template included.", ge=1)
     max_response_length: int = setting(512, "Longest response, in tokens.", ge=1)
     truncation: str = setting(

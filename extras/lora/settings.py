@@ -11,14 +11,14 @@ from configs.settings import Frozen, setting
 
 @dataclass
 class Settings(Frozen):
-    lora_rank: int = setting(0, "Rank of LoRA's matrices, which alone are trained; 0: no LoRA, all weights are.", ge=0)
-    lora_alpha: int = setting(16, "LoRA's scale: its matrices count lora_alpha / lora_rank; 0 only without LoRA.", ge=0)
+    lora_rank: int = setting(0, "Rank of LoRA's matrices, the only weights trained; 0: no LoRA.", ge=0)
+    lora_alpha: int = setting(16, "LoRA's scale: matrices times lora_alpha / lora_rank; 0 only without LoRA.", ge=0)
     target_modules: Any = setting(
-        "all-linear", "Layers that get them, by name; all-linear: every linear one but the head.", texts=True
+        "all-linear", "Layers with LoRA, by name; all-linear: every linear layer but the head.", texts=True
     )
-    exclude_modules: Any = setting(None, "Layers that get none all the same, by name; null: no exception.", texts=True)
+    exclude_modules: Any = setting(None, "Layers without LoRA, by name; null: no exception.", texts=True)
     lora_adapter_path: str | None = setting(
-        None, "Folder of an adapter, as peft writes it, to go on with: rank, scale and layers are its own."
+        None, "Folder of a peft adapter to continue from, with its own rank, scale and layers."
     )
 
     @property

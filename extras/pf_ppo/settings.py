@@ -15,5 +15,5 @@ class PFPPOConfig(Frozen):
 
 @dataclass
 class Settings(Frozen):
-    use_pf_ppo: bool = setting(False, "Learn from rows drawn anew by their score (PF-PPO).")
+    use_pf_ppo: bool = setting(False, "Resample rows by their score before learning (PF-PPO).")
     pf_ppo: PFPPOConfig = group(PFPPOConfig, "How PF-PPO draws the rows.")

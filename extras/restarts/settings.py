@@ -15,7 +15,7 @@ class Settings(Frozen):
     restarted: ClassVar[list[int]] = []  # exit codes of the starts before the one in this process
 
     max_restarts: int = setting(
-        0, "Start again after what may pass (a kill, a dead worker), so often at most between two checkpoints.", ge=0
+        0, "Most restarts between two checkpoints, after passing failures (a kill, a dead worker).", ge=0
     )
 
     @property

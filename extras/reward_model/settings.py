@@ -15,15 +15,15 @@ class RewardModelConfig(Frozen):
         PretrainedModelConfig, "The reward model: transformers has it as a sequence classifier with one output."
     )
     micro_batch_size_per_gpu: int | None = setting(
-        None, "Sequences a forward pass; null: as many as forward_max_token_len_per_gpu allows.", ge=1
+        None, "Sequences per forward pass; null: as many as forward_max_token_len_per_gpu allows.", ge=1
     )
     forward_max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold, padding included.", ge=1)
     max_length: int | None = setting(
-        None, "Tokens that it is shown, of longer conversations the last; null: as many as it has positions.", ge=1
+        None, "Tokens that the model reads, the last of longer conversations; null: all its positions.", ge=1
     )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Precision and offloading.")
     function_weight: float = setting(
-        0.0, "What the score of a reward function or an environment counts beside the model's; 0: it is only logged."
+        0.0, "Weight of a reward function's or environment's score beside the model's; 0: only logged."
     )
 
 

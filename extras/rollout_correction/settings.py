@@ -107,9 +107,9 @@ class RolloutCorrectionConfig(Frozen):
     rollout_is_batch_normalize: bool = setting(False, "Divide the weights by their mean.")
     rollout_rs: str | None = setting(None, "Statistics of rejection, e.g. seq_mean_k1, joined by commas; null: none.")
     rollout_rs_threshold: Any = setting(
-        None, 'How far is too far: for k1 a band of the ratio, e.g. "0.5_2.0", for k2 and k3 an upper bound.'
+        None, 'Limit of the statistic: for k1 a band of the ratio, e.g. "0.5_2.0", for k2 and k3 an upper bound.'
     )
-    bypass_mode: bool = setting(False, "Take the rollout's log-probs for the old ones: a forward pass less.")
+    bypass_mode: bool = setting(False, "Use the rollout's log-probs as the old ones: one forward pass less.")
     loss_type: str = setting("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
 
     @property

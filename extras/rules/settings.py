@@ -7,9 +7,9 @@ from configs.settings import Frozen, group, setting
 
 @dataclass
 class SandboxFusionConfig(Frozen):
-    url: str | None = setting(None, "A sandbox-fusion server's /run_code; null: code runs in a sandbox of our own.")
-    max_concurrent: int = setting(64, "Requests to it under way at once, of each process that scores.", ge=1)
-    memory_limit_mb: int = setting(1024, "MiB that a program may take there.", ge=1)
+    url: str | None = setting(None, "A sandbox-fusion server's /run_code; null: our own sandbox.")
+    max_concurrent: int = setting(64, "Requests to the server at once, per scoring process.", ge=1)
+    memory_limit_mb: int = setting(1024, "MiB that a program may take on the server.", ge=1)
 
 
 @dataclass

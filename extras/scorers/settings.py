@@ -11,16 +11,16 @@ from configs.settings import Frozen, setting
 class Settings(Frozen):
     """Stand in the section `reward`."""
 
-    num_workers: int = setting(16, "Processes that call a reward function, at most; slow functions get them.", ge=1)
+    num_workers: int = setting(16, "Most processes that call a reward function; only slow functions get many.", ge=1)
     memory_limit_mb: int | None = setting(
-        2048, "MiB of memory that such a process may take beyond what loading your file takes; null: any.", ge=1
+        2048, "MiB that such a process may take beyond loading your file; null: any.", ge=1
     )
     in_process: bool = setting(
-        False, "Call reward functions in the run's own process, for breakpoints: none is killed, and an error ends it."
+        False, "Call reward functions in the run's own process, for breakpoints: no deadline; an error ends the run."
     )
-    max_rpm: int | None = setting(None, "Calls of a reward function a minute, at most; null: any.", ge=1)
-    max_tpm: int | None = setting(None, "Tokens a minute that they may take together, by the estimate.", ge=1)
-    estimated_tokens_per_request: int = setting(2000, "Tokens that a call is counted as for max_tpm.", ge=1)
+    max_rpm: int | None = setting(None, "Most calls of a reward function per minute; null: any.", ge=1)
+    max_tpm: int | None = setting(None, "Most estimated tokens of these calls per minute; null: any.", ge=1)
+    estimated_tokens_per_request: int = setting(2000, "Estimated tokens of one call, for max_tpm.", ge=1)
 
     @property
     def caller(self) -> str:

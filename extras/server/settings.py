@@ -19,19 +19,19 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass
 class ServerDataConfig(Frozen):
-    max_prompt_length: int = setting(1536, "Of the tokens of a sequence, so many for the prompt.", ge=1)
-    max_response_length: int = setting(512, "Of the tokens of a sequence, so many for the response.", ge=1)
+    max_prompt_length: int = setting(1536, "Tokens of a sequence for the prompt.", ge=1)
+    max_response_length: int = setting(512, "Tokens of a sequence for the response.", ge=1)
 
 
 @dataclass
 class ServerSettings(Frozen):
-    host: str = setting("127.0.0.1", "Address to listen at; the default is reached from this machine alone.")
+    host: str = setting("127.0.0.1", "Address to listen at; the default is reachable only from this machine.")
     port: int = setting(8000, "Port to listen at; 0: any free one, which is printed.", ge=0, le=65535)
-    api_key: str | None = setting(None, "Token that clients must send (Authorization: Bearer …); null: none is asked.")
-    api_key_env: str | None = setting(None, "Environment variable that holds it.")
+    api_key: str | None = setting(None, "Token that clients must send (Authorization: Bearer …); null: none.")
+    api_key_env: str | None = setting(None, "Environment variable that holds the token.")
     served_model_name: str | None = setting(None, "What clients call the model; null: model.path.")
     takes_weights: bool = setting(
-        False, "With rollout.name=vllm: take the weights of a trainer whose rollout.name=openai asks here."
+        False, "With rollout.name=vllm: accept weights from a trainer that uses rollout.name=openai."
     )
 
 

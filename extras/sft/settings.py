@@ -21,8 +21,8 @@ from configs.settings import Frozen, Open, group, own_keys, setting
 class SFTDataConfig(Open):
     train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).", texts=True)
     val_files: Any = setting(None, "Validation rows; null: none.", texts=True)
-    train_max_samples: int = setting(-1, "Use at most so many training rows, the first; -1: all.", ge=-1)
-    val_max_samples: int = setting(-1, "Use at most so many validation rows, the first; -1: all.", ge=-1)
+    train_max_samples: int = setting(-1, "Use only this many training rows, the first ones; -1: all.", ge=-1)
+    val_max_samples: int = setting(-1, "Use only this many validation rows, the first ones; -1: all.", ge=-1)
     prompt_key: str = setting("prompt", "Column with the prompt: chat messages, or a plain string.")
     response_key: str = setting("response", "Column with the response, a string.")
     prompt_dict_keys: Any = setting(
@@ -31,16 +31,16 @@ class SFTDataConfig(Open):
         texts=True,
     )
     response_dict_keys: Any = setting(None, "Keys that lead to the response in a column of dicts.", texts=True)
-    train_batch_size: int = setting(256, "Rows an optimiser step; the default, at most those of an epoch.", ge=1)
-    micro_batch_size_per_gpu: int | None = setting(None, "Rows a forward pass; null: by tokens.", ge=1)
+    train_batch_size: int = setting(256, "Rows per step; the default is lowered to the rows of an epoch.", ge=1)
+    micro_batch_size_per_gpu: int | None = setting(None, "Rows per forward pass; null: by tokens.", ge=1)
     use_dynamic_bsz: bool = setting(False, "Cut forward passes by tokens, whatever micro_batch_size_per_gpu is.")
     max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold when cutting by tokens.", ge=1)
     max_length: int = setting(1024, "Longest prompt plus response, in tokens.", ge=2)
     truncation: str = setting("error", "What happens to longer rows.", choices=("error", "left", "right"))
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to apply_chat_template.")
-    messages_key: str = setting("messages", "Column with a whole conversation; a row that has it needs no other.")
+    messages_key: str = setting("messages", "Column with a whole conversation; then no other column is needed.")
     tools_key: str = setting("tools", "Column with the schemas of a conversation's tools: a list, or one as JSON.")
-    roles_to_train: list[str] = setting(["assistant"], "Whose messages of a conversation are learnt.")
+    roles_to_train: list[str] = setting(["assistant"], "Roles whose messages are learnt.")
     turns_to_train: str = setting(
         "all", "Which of them; a message with weight 0 is left out in any case.", choices=("all", "last")
     )
@@ -59,7 +59,7 @@ class SFTTrainerConfig(section("restarts"), RunConfig):
         steps=True,
     )
     save_freq: Any = setting(
-        -1, "Save every so many steps, or after_each_epoch, and after the last; -1: after it only.", steps=True
+        -1, "Save every this many steps, or after_each_epoch, and after the last; -1: only then.", steps=True
     )
 
 

@@ -11,7 +11,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 @dataclass
 class OffloadSettings(Frozen):
-    param_offload: bool = setting(False, "Keep the weights in main memory while their model has nothing to do.")
+    param_offload: bool = setting(False, "Keep the weights in main memory while their model is idle.")
 
 
 @dataclass
@@ -33,7 +33,7 @@ class MixedPrecisionConfig(Frozen):
 @dataclass
 class TrainSettings(Frozen):
     optimizer_offload: bool = setting(
-        False, "Keep AdamW's moments in main memory and compute its steps there: 8 bytes a weight less on a GPU."
+        False, "Keep AdamW's moments in main memory and step there: saves 8 bytes per weight on a GPU."
     )
     fsdp_size: int = setting(
         -1,

@@ -11,5 +11,5 @@ class Settings(Frozen):
         None, "Yaml of tools, verl's: a list `tools` of class_name, config, tool_schema.", file=True
     )
     environment_factory: str | None = setting(
-        None, "Class (file.py:Class) of each episode: its methods are tools; reset(**row) may add a text.", file=True
+        None, "file.py:Class, an object per episode: its methods are tools; reset(**row) may add text.", file=True
     )

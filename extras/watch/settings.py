@@ -8,7 +8,7 @@ from configs.settings import Frozen, setting
 @dataclass
 class Settings(Frozen):
     no_signal_steps: int = setting(
-        10, "Say so after so many steps in a row whose rewards teach nothing, with the likeliest cause; 0: never.", ge=0
+        10, "Warn after this many steps in a row whose rewards teach nothing, with the likeliest cause; 0: never.", ge=0
     )
     max_rollout_mismatch: float | None = setting(
         0.05,
