@@ -104,9 +104,7 @@ class EnvConfig(section("gym"), InOneProcess):
     history: str = setting(
         "transcript", "Turns are all in one row, or each in one with its own prompt.", choices=("transcript", "turns")
     )
-    timeout: float | None = setting(
-        60.0, "Seconds that a reset or step may take, or the episode fails; null: any.", gt=0
-    )
+    timeout: float | None = setting(60.0, "Seconds for a reset or step, or the episode fails; null: any.", gt=0)
     max_failed_fraction: float = setting(0.5, "The run ends if a larger share of episodes has failed.", ge=0, le=1)
     train_size: int = setting(10_000, "States (or starts of episodes) an epoch draws from the environment.", ge=1)
     val_size: int = setting(0, "States of the validation set (one answer each); 0: none.", ge=0)
@@ -222,9 +220,7 @@ class LayoutConfig(Frozen):
 class ActorConfig(section("sharding", "ActorSettings"), LayoutConfig):
     ppo_mini_batch_size: int | None = setting(None, "Prompts per optimiser step; null: all, on-policy.", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Sequences per forward pass; null: as tokens allow.", ge=1)
-    use_dynamic_bsz: bool | None = setting(
-        None, "Cut passes by tokens; null: yes, unless a number of sequences is set."
-    )
+    use_dynamic_bsz: bool | None = setting(None, "Cut passes by tokens; null: unless a number of sequences is set.")
     ppo_max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold when cutting by tokens.", ge=1)
     ppo_epochs: int = setting(1, "Passes over each batch of rollouts.", ge=1)
     shuffle: bool = setting(False, "Shuffle the prompts before cutting mini-batches, anew every epoch.")
@@ -259,9 +255,7 @@ def check_cut(section: "ActorConfig | CriticConfig", key: str) -> None:
 
 @dataclass
 class RefModelConfig(Frozen):
-    path: str | None = setting(
-        II("actor_rollout_ref.model.path"), "Directory of the reference; by default the actor's."
-    )
+    path: str | None = setting(II("actor_rollout_ref.model.path"), "Directory of the reference; default: the actor's.")
 
 
 @dataclass
@@ -296,9 +290,7 @@ class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
     enable: bool = setting(False, "Play each row as a conversation, with tools or a simulated user: an episode.")
     max_assistant_turns: int | None = setting(None, "Most answers of the policy in an episode; null or 0: any.", ge=0)
     max_user_turns: int | None = setting(None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0)
-    function_tool_path: str | None = setting(
-        None, "Python file whose functions are tools, by their type hints.", file=True
-    )
+    function_tool_path: str | None = setting(None, "Python file whose typed functions are tools.", file=True)
     format: str = setting("hermes", "How answers write calls: hermes, llama3, plain, or your own ToolParser.")
     max_parallel_calls: int = setting(1, "Calls of one answer that are run, in parallel.", ge=1)
     tool_timeout: float = setting(30.0, "Seconds that a call of a tool, a user or an agent loop may take.", gt=0)
@@ -381,9 +373,7 @@ class ActorRolloutRefConfig(Frozen):
 
 @dataclass
 class CriticModelConfig(Frozen):
-    path: str | None = setting(
-        II("actor_rollout_ref.model.path"), "Model directory of the critic; by default the actor's."
-    )
+    path: str | None = setting(II("actor_rollout_ref.model.path"), "Directory of the critic; default: the actor's.")
 
 
 @dataclass
