@@ -60,7 +60,7 @@ def train(config: Config, parts: Parts) -> dict[str, float]:
         print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
     pools = start_pools(config, parts.total_steps, needed_roles(config, parts.trainer_class.reads))
     try:
-        return action_of(config).act(parts.build_trainer(config, roles_of(pools, config.actor_rollout_ref)))
+        return action_of(config).act(parts.build_trainer(config, roles_of(pools, config)))
     finally:
         for group in reversed(distinct_groups(pools)):
             group.close()

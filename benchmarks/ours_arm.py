@@ -59,7 +59,7 @@ class OursArm:
         config = config_of(workload, overrides)
         parts = prepare(config)
         self.group = start_group(config, parts.total_steps)
-        roles = roles_of(dict.fromkeys(["actor", "rollout"], self.group), config.actor_rollout_ref)
+        roles = roles_of(dict.fromkeys(["actor", "rollout"], self.group), config)
         self.trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,

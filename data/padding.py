@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.protocol import DataProto, object_array
 from data.types import Sample
+from data.wire import positions
 
 
 def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, pad_token_id: int) -> DataProto:
@@ -39,7 +40,7 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
         "responses": input_ids[:, prompt_width:],
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "position_ids": positions(attention_mask),
         "response_mask": fill_places(response_places, [sample.policy_mask for sample in samples], 0),
         "rollout_log_probs": fill_places(response_places, [sample.log_probs for sample in samples], 0.0),
         "weight_versions": fill_places(response_places, [sample.weight_versions for sample in samples], -1),

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from data.files import replacing
+from data.wire import pack, unpack
 
 Column = torch.Tensor | np.ndarray
 Indices = Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray
@@ -66,15 +67,14 @@ class _Columns:
         super().__setattr__(name, value)
 
     def __getstate__(self) -> tuple:
-        tensors = {name: serialize_single_tensor(tensor) for name, tensor in self.tensors.items()}
-        batch = None if self.batch is None else (self.batch.batch_size, tensors)
+        batch = None if self.batch is None else (self.batch.batch_size, pack(self.tensors))
         return batch, self.non_tensor_batch, self.meta_info
 
     def __setstate__(self, state: tuple) -> None:
         batch, self.non_tensor_batch, self.meta_info = state
         if batch is not None:
-            size, tensors = batch
-            batch = TensorDict({name: deserialize_single_tensor(t) for name, t in tensors.items()}, batch_size=size)
+            size, states = batch
+            batch = TensorDict(unpack(states), batch_size=size)
         self.batch = batch
 
 
@@ -370,20 +370,6 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[dict]) -> dict[str, list
         for key, value in row.items():
             lists[key].append(value)
     return lists
-
-
-def serialize_single_tensor(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
-    """Returns (dtype, shape, bytes as uint8); of a slice its own rows, where a pickled view would carry its parent."""
-    flat = tensor.cpu().contiguous().view(-1)
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy()
-
-
-def deserialize_single_tensor(state: tuple[str, tuple[int, ...], np.ndarray]) -> torch.Tensor:
-    """Makes a CPU tensor, whatever device the bytes left: this process may not have it."""
-    dtype, shape, data = state
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-    tensor.view(-1).view(torch.uint8).numpy()[:] = data  # copied, because Ray's buffers are shared and read-only
-    return tensor
 
 
 def _pop(bag: MutableMapping[str, Any] | None, keys: Keys) -> dict[str, Any]:

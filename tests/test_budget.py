@@ -33,13 +33,13 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_420,
-    "core files": 80,
+    "core lines": 18_500,
+    "core files": 81,
     "product lines": 36_000,
     "scripts and benchmarks": 2_600,
     "names in training/": 18,
     "names in workers/": 22,
-    "names in data/": 16,
+    "names in data/": 17,
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 34,
@@ -192,7 +192,7 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-STEP_CEILINGS = {"files": 38, "functions": 428, "lines": 2_660, "modules": 114}
+STEP_CEILINGS = {"files": 38, "functions": 428, "lines": 2_660, "modules": 115}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

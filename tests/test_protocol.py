@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from data.protocol import (
-    DataProto,
-    DataProtoItem,
-    deserialize_single_tensor,
-    object_array,
-    serialize_single_tensor,
-    union_numpy_dict,
-)
+from data.protocol import DataProto, DataProtoItem, object_array, union_numpy_dict
 
 few = settings(max_examples=40, deadline=None)
 sizes = st.integers(0, 9)
@@ -502,18 +495,6 @@ def test_disk_and_pickle_round_trips(tmp_path_factory, n):
     for again in (DataProto.load_from_disk(path), pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
         assert_same(again, data)
         again.check_consistency()
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (0, 3), (2, 0)])
-def test_a_tensor_of_any_type_and_shape_survives(dtype, shape):
-    tensor = torch.randint(0, 2, shape).to(dtype)
-    again = deserialize_single_tensor(pickle.loads(pickle.dumps(serialize_single_tensor(tensor))))
-    assert (again.dtype, again.shape) == (dtype, shape)
-    assert again.tolist() == tensor.tolist()
 
 
 def test_a_slice_carries_its_own_rows_only():

@@ -4,7 +4,7 @@ A file of yours, named by actor_rollout_ref.model.external_lib, adds a role by `
 driver and by every worker.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -19,6 +19,9 @@ from training.losses import TENSOR_ARGS, PolicyLoss, ReadableNamespace, get_poli
 
 TEACHER_KEY = "actor_rollout_ref.ref.model"
 OF_POLICY = ("old_log_probs", "entropys", "sum_pi_squared")  # columns of the log-prob pass of the policy in training
+SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")  # of a forward pass
+LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
+UPDATE_COLUMNS = (*LOSS_COLUMNS, "ref_log_prob", "rollout_log_probs")
 
 
 class WorkerError(MayPass):
@@ -36,7 +39,8 @@ class RoleSpec:
         section: its settings in the config; one that learns has optim, ppo_epochs, ppo_mini_batch_size and shuffle.
         columns: that its method `compute` makes of a batch; it is called with rows, and then with what `given` lists:
             the sampling "temperature", the "columns" that are read.
-        objects: columns of objects that it reads; it is given every tensor.
+        objects: columns of objects that it reads.
+        reads: says of a config which tensors methods read beside `SEQUENCES`; one that is not there is given all.
         update: its method that takes one step on a mini-batch; None: it does not learn.
         stage: what `compute` is called in timing_s/; None: the name.
         like_policy: its layers are split as the policy's are, and a prompt like the row before's costs it nothing.
@@ -56,6 +60,7 @@ class RoleSpec:
     like_policy: bool = True
     turn: int = 0
     wanted: Callable[[Config], bool] = lambda config: False
+    reads: Callable[[Config], Mapping[str, Collection[str]]] = lambda config: {}
 
     def settings(self, config: Config) -> Any:
         return reduce(getattr, self.section.split("."), config)
@@ -95,6 +100,10 @@ for entry in (
         update="update_policy",
         stage="old_log_prob",
         wanted=always,
+        reads=lambda config: {
+            "compute_log_prob": (),
+            **dict.fromkeys(("update_policy", "compute_loss"), (*UPDATE_COLUMNS, *loss_reads(config))),
+        },
     ),
     RoleSpec(
         name="rollout",
@@ -111,6 +120,7 @@ for entry in (
         compute="compute_log_prob",
         given=("temperature", "columns"),
         turn=-1,
+        reads=lambda config: {"compute_log_prob": ()},
     ),
     RoleSpec(
         name="critic",
@@ -120,6 +130,7 @@ for entry in (
         compute="compute_values",
         update="update_critic",
         stage="values",
+        reads=lambda config: {"compute_values": (), "update_critic": ("values", "returns")},
     ),
 ):
     register_role(entry)

@@ -24,14 +24,12 @@ from training.losses import (
     zero_masked,
 )
 from training.mini_batches import Update, learning_rows
-from training.roles import TEACHER_KEY, loss_reads, loss_settings
+from training.roles import LOSS_COLUMNS, TEACHER_KEY, UPDATE_COLUMNS, loss_reads, loss_settings
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 from workers.model_worker import ModelWorker
 from workers.models import frozen_copy
-
-LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
 
 
 class DataParallelPPOActor(TrainedModel):
@@ -103,7 +101,7 @@ class DataParallelPPOActor(TrainedModel):
             self.micro_batch_loss(micro, update, metrics)
 
     def micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
-        names = ["response_mask", *self.loss_columns, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
+        names = ["response_mask", *UPDATE_COLUMNS, *self.loss_reads, "policy_gradient"]
         columns = [name for name in dict.fromkeys(names) if name in batch.batch]
         return cut_share(batch, self.update_size, columns, self.engine.module)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from data.protocol import DataProto
+from data.wire import positions
 from workers.collectives import common_notice, largest
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
 
@@ -132,7 +133,7 @@ def ragged_batch(model: PreTrainedModel, width: int) -> DataProto:
     )
     ids = torch.arange(3 * width).view(3, width) * 7 % model.get_input_embeddings().num_embeddings
     ids[1, :prompt] = ids[0, :prompt]
-    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
     return DataProto.from_dict(columns | {"responses": ids[:, prompt:]})
 
 

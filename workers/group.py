@@ -10,9 +10,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -22,13 +22,13 @@ import torch
 
 from configs.errors import notice
 from configs.extras import find
-from configs.schema import ActorRolloutRefConfig
+from configs.schema import Config
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto, join_rows
 from data.seqlen_balancing import calculate_workload, neighbour_shares
 from data.types import SamplingParams
 from training.environment import are_episodes
-from training.roles import ROLES, RoleSpec
+from training.roles import ROLES, SEQUENCES, RoleSpec
 from workers.rollout import load_rollout_class
 
 NOTICE_SECONDS = 60.0  # of waiting until a notice says for whom; the next ones come after twice as long each
@@ -112,11 +112,13 @@ class LocalGroup:
 
 @dataclass
 class Role:
-    """A role that `group` plays; `peers` neighbours in rank compute a layer together, and get the same rows."""
+    """A role that `group` plays; `peers` neighbours in rank compute a layer together, and get the same rows. Methods
+    that have an entry in `reads` are given those tensors beside `SEQUENCES`, others every tensor."""
 
     group: Group
     spec: RoleSpec
     peers: int = 1
+    reads: Mapping[str, Collection[str]] = field(default_factory=dict, kw_only=True)
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         """Makes the same call to all workers; returns their answers by rank."""
@@ -125,6 +127,9 @@ class Role:
     def rows(self, method: str, batch: DataProto, *arguments: Any) -> Any:
         """Calls all workers with their shares of `batch`; joins the rows that they answer, or returns the answer that
         all agree on, such as metrics."""
+        if method in self.reads:
+            kept = {*SEQUENCES, *self.reads[method]}
+            batch = batch.select([name for name in batch.tensors if name in kept])
         shares = shares_of(batch, self.group.size // self.peers, self.spec.objects, self.spec.like_policy)
         answers = self._deal(method, [(share, *arguments) for share in shares])
         return DataProto.concat(answers) if isinstance(answers[0], DataProto) else answers[0]
@@ -163,10 +168,12 @@ class RolloutRole(Role):
         return {name: max(certificate[name] for certificate in certificates) for name in certificates[0]}
 
 
-def roles_of(pools: Mapping[str, Group], policy: ActorRolloutRefConfig) -> dict[str, Role]:
+def roles_of(pools: Mapping[str, Group], config: Config) -> dict[str, Role]:
     """Makes the roles that the loop calls, one for each of `pools`, which names the group that plays it."""
-    peers = policy.actor.peers
-    roles = {name: Role(group, ROLES[name], peers if ROLES[name].like_policy else 1) for name, group in pools.items()}
+    policy, peers = config.actor_rollout_ref, config.actor_rollout_ref.actor.peers
+    specs = [ROLES[name] for name in pools]
+    counts = {spec.name: peers if spec.like_policy else 1 for spec in specs}
+    roles = {spec.name: Role(pools[spec.name], spec, counts[spec.name], reads=spec.reads(config)) for spec in specs}
     if "rollout" in roles:
         engine = load_rollout_class(policy.rollout.name)
         engine_peers = 1 if engine.own_weights else peers  # by the layers that are split

@@ -10,5 +10,6 @@ ROLE = RoleSpec(
     compute="compute_rm_score",
     objects=("raw_prompt",),
     like_policy=False,
+    reads=lambda config: {"compute_rm_score": ()},
     wanted=lambda config: config.reward.reward_model.enable,
 )

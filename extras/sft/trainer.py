@@ -102,7 +102,7 @@ def train(config: SFTConfig, parts: SFTParts) -> Path:
     print(worker_summary(worker_config(config)), files_to_come(config.trainer, parts.total_steps), sep="\n")
     pools = start_pools(worker_config(config), parts.total_steps, ["actor"])
     try:
-        trainer = SFTTrainer(config, parts, roles_of(pools, worker_config(config).actor_rollout_ref)["actor"])
+        trainer = SFTTrainer(config, parts, roles_of(pools, worker_config(config))["actor"])
         trainer.began = parts.began
         trainer.fit()
         return trainer.folder / f"global_step_{trainer.global_step}" / "huggingface"
