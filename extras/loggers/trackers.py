@@ -130,3 +130,8 @@ class SwanLab(TensorBoard):
     def make(self, step: int, known: str | None) -> tracking.GeneralTracker:
         folder = str(self.run.folder / "swanlab")
         return tracking.SwanLabTracker(self.project, experiment_name=self.name, config=self.config, logdir=folder)
+
+    def ended(self, error: BaseException | None) -> None:
+        if self.tracker is not None:
+            failure = {"state": "crashed", "error": type(error).__name__} if error is not None else {}
+            self.tracker.tracker.finish(**failure)

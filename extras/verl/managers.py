@@ -163,13 +163,14 @@ class UsersManager:
         if not self.scores_rows:
             call = bind(self.manager, {"return_dict": True}, key="reward.reward_manager", positional={"data": data})
             return move_to_policy(call(), data)
+        rows, seconds = len(data), self.config.timeout
         if self.scores_batches:
-            seconds = self.config.timeout and self.config.timeout * len(data)
-            [results] = run_all([self.manager.run_batch(data)], 1, seconds)
+            late = NotScored("timeout", f"run_batch was not done after reward.timeout={seconds} seconds a row")
+            [results] = run_all([self.manager.run_batch(data)], 1, seconds and seconds * rows, [late] * rows)
         else:
-            calls = [self.manager.run_single(data[row : row + 1]) for row in range(len(data))]
-            late = NotScored("timeout", f"run_single was not done after reward.timeout={self.config.timeout} seconds")
-            results = run_all(calls, self.config.max_concurrent, self.config.timeout, late)
+            calls = [self.manager.run_single(data[row : row + 1]) for row in range(rows)]
+            late = NotScored("timeout", f"run_single was not done after reward.timeout={seconds} seconds")
+            results = run_all(calls, self.config.max_concurrent, seconds, late)
         return [one if isinstance(one, NotScored) else columns_of(one) for one in results]
 
 

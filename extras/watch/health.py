@@ -1,4 +1,7 @@
-"""Warns once a run goes wrong: steps in a row that teach nothing, an engine that samples from other probabilities."""
+"""Warns once a run goes wrong: steps in a row that teach nothing, an engine that samples from other probabilities.
+
+The start says if the episodes of a validation may be long.
+"""
 
 import logging
 from collections import deque
@@ -7,6 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from configs.checks import plural
+from configs.errors import notice
+from configs.schema import Config
 from data.protocol import DataProto
 from data.types import Observer
 from extras.watch.settings import Settings
@@ -16,6 +22,7 @@ from training.messages import print_samples, spread
 MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
 SHOWN = 2  # responses that are printed of a step that taught nothing
 ENTROPY_COEFF = 0.2  # to try where a policy has to look further; twice the weight in use where that is more
+LONG_EPISODE = 1000  # tokens, one after the other: an untrained model may write them all
 STRAY = 0.05  # of the rows, or of the range of scores: so few are taken for stray samples, and not for a signal
 
 logger = logging.getLogger(__name__)
@@ -33,10 +40,28 @@ class Watch(Observer):
                 MismatchAlarm(settings.max_rollout_mismatch),
             ]
 
+    def started(self, step: int) -> None:
+        if self.alarms and self.run.game is not None:
+            say_length(self.run.config, self.run.game.environment)
+
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         if batch is not None:
             for alarm in self.alarms:
                 alarm.check(metrics, batch)
+
+
+def say_length(config: Config, environment: Any) -> None:
+    """Says how long a validation may be, if its episodes may take thousands of tokens, one after the other."""
+    env, rollout = config.env, config.actor_rollout_ref.rollout
+    turns = environment.max_turns if "max_turns" in dir(environment) else 1  # one of the user's need not say it
+    tokens = rollout.multi_turn.max_tokens_per_turn or rollout.response_length
+    in_one_response = env.mode == "episode" and env.history == "transcript"
+    if env.val_episodes and not in_one_response and turns * tokens >= LONG_EPISODE:
+        notice(
+            f"a validation plays {plural(env.val_episodes, 'episode')} of up to {plural(turns, 'answer')} of up to "
+            f"{plural(tokens, 'token')} each, and may take long: env.max_turns and data.max_response_length bound it, "
+            "trainer.test_freq and trainer.val_before_train say when there is one."
+        )
 
 
 class MismatchAlarm:

@@ -95,6 +95,7 @@ def test_services_get_the_run_its_config_and_its_metrics(tmp_path, monkeypatch, 
         assert service.told.pop(1)[1]["trainer.project_name"] == "project"
     assert service.told[1][:3] == ("log", {"x_at_1" if name == "mlflow" else "x@1": 1.5}, 3)
     endings = {"wandb": ("finish", {"exit_code": 1}), "mlflow": ("end_run", "FAILED", {})}
+    endings["swanlab"] = ("finish", {"state": "crashed", "error": "KeyError"})
     assert [*service.told, *package.told][-1] == endings.get(name, ("finish", {}))
     with start(tmp_path, name, resume_step=3) as track:
         service = track.observers.others[0].tracker

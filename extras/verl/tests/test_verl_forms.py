@@ -155,6 +155,21 @@ def test_a_row_that_its_manager_does_not_score_in_time_is_not_scored_and_the_oth
     assert {one.outcome for one in results if isinstance(one, NotScored)} == {"timeout"}
 
 
+@pytest.mark.parametrize("wait", ["await asyncio.sleep(9)", "time.sleep(4)"])
+def test_a_batch_that_its_manager_does_not_score_in_time_has_no_scores(tmp_path, wait):
+    (tmp_path / "slow.py").write_text(
+        "import asyncio, time\nfrom verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
+        "class Slow(RewardManagerBase):\n    async def run_single(self, data): ...\n"
+        f"    async def run_batch(self, data):\n        {wait}\n"
+    )
+    config = compose(
+        "env.id=null", "env.val_episodes=0", f"reward.reward_manager.path={tmp_path}/slow.py", "reward.timeout=0.05",
+        "reward.reward_manager.name=Slow",
+    )  # fmt: skip
+    results = load_reward_manager(config.reward, TOKENIZER, None, config)(rollouts())
+    assert len(results) == len(ROWS) and {one.outcome for one in results} == {"timeout"}
+
+
 def test_a_managers_score_goes_to_the_last_token_of_the_policy():
     """In verl it is the last that is there, which may be a tool's, or no token at all: then nothing is scored."""
     data, scores = rollouts(), torch.zeros(len(ROWS), 12)
