@@ -112,6 +112,8 @@ def has_validation(config: Config) -> bool:
 
 def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:
     """Raises ConfigError if `path` cannot be written to; makes no folder, for a run may yet be refused."""
+    if "://" in path:
+        raise ConfigError(f"{key}={path}: files are written to a disk. Mount it (s3fs, gcsfuse) and name that folder.")
     try:
         folders = Path(path), *Path(path).absolute().parents
         nearest = next(folder for folder in folders if folder.exists() or folder.is_symlink())

@@ -79,8 +79,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def late_refusals() -> Iterator[None]:
-    """Ends the command with one line at a ConfigError, at any time: some settings prove wrong only when workers run.
-    After the traceback of an error whose cause may pass, it says so by its exit code."""
+    """Ends the command with one line at a ConfigError, also of a worker's; says by its exit code what may pass."""
     try:
         yield
     except ConfigError as error:

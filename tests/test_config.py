@@ -432,6 +432,7 @@ REFUSED_ALGORITHMS = [
         (["reward.functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
         (["trainer.default_local_dir=Makefile/run"], r"cannot be written to \(Not a directory\): name another folder"),
         (["trainer.default_local_dir=/proc/run"], "cannot be written to .*: name another folder"),
+        (["trainer.default_local_dir=s3://bucket/run"], r"s3://bucket/run: files are written to a disk\. Mount it"),
         (["algorithm.adv_estimator=GRPO"], "adv_estimator=GRPO: there is none of this name. Did you mean 'grpo'"),
         *REFUSED_ALGORITHMS,
     ],

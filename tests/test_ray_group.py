@@ -34,6 +34,7 @@ from workers.models import gpu_trouble
 from workers.ray_group import (
     RayPending,
     RayWorkerGroup,
+    RemoteWorker,
     Resources,
     WorkerError,
     asked_and_there,
@@ -378,6 +379,19 @@ def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.Mo
     assert reserve(replace(asked, patience=120.0)) is placement
     [told] = capsys.readouterr().err.splitlines()
     assert re.search(line + r"2 machines × \(✗ 2 CPU, 0 GPU\).*: not there, or not free, for 60 s", told)
+
+
+def test_a_machine_that_does_not_see_the_runs_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.2")
+    worker, message = object.__new__(RemoteWorker), rf"default_local_dir: 10.0.0.2 does not see {tmp_path}.* of 10.0.0.1"
+        object.__new__(RemoteWorker),
+        rf"default_local_dir: 10.0.0.2 does not see {tmp_path}/.* of 10.0.0.1",
+    )
+    with pytest.raises(ConfigError, match=message):
+        worker.place("10.0.0.1", str(tmp_path / ".seen_1"))
+    (tmp_path / ".seen_1").touch()
+    for mark in (str(tmp_path / ".seen_1"), None):
+        assert worker.place("10.0.0.1", mark) == (os.getpid(), "10.0.0.2")
 
 
 @pytest.mark.slow

@@ -6,14 +6,13 @@ driver and by every worker.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from configs.errors import MayPass
 from configs.extras import asked_for, find, present
 from configs.import_utils import load_extern_object, required_arguments
 from configs.schema import Config
-from data.types import Stage
 from training.advantage import estimator_needs
 from training.losses import TENSOR_ARGS, PolicyLoss, ReadableNamespace, get_policy_loss
 
@@ -137,10 +136,7 @@ for entry in (
 for name in present("role"):  # of extras
     register_role(find("role", name))
 
-
-def stages(config: Config) -> list[type[Stage]]:
-    """Lists the stages of a run, in the order of the table."""
-    return asked_for("stage", config)
+stages = partial(asked_for, "stage")  # of a config: the classes, in the order of the table
 
 
 def columns_made(config: Config) -> set[str]:

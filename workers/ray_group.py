@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from configs.errors import ConfigError, first_line, notice, notice_once, warns_o
 from configs.extras import find
 from configs.process import VARIABLES, Threads, available_cores, children_apart, memory_and_disk, worker_threads
 from configs.schema import Config, ModelConfig, RunConfig
+from data.files import locked
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
@@ -59,10 +61,9 @@ class Resources:
     @classmethod
     def from_config(cls, trainer: RunConfig) -> "Resources":
         gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
-        workers_a_node = gpus or trainer.n_workers_per_node
+        workers_a_node, nodes = gpus or trainer.n_workers_per_node, trainer.nnodes
         threads = worker_threads(trainer.n_threads, workers_a_node)
-        workers, nodes = trainer.nnodes * workers_a_node, trainer.nnodes
-        return cls(workers, threads.number, min(gpus, 1), nodes, threads.origin, trainer.patience)
+        return cls(nodes * workers_a_node, threads.number, min(gpus, 1), nodes, threads.origin, trainer.patience)
 
     def __str__(self) -> str:
         each = f"{Threads(self.threads, self.threads_from)}, {self.gpus or 'no'} GPU"
@@ -85,9 +86,10 @@ class RayWorkerGroup:
     Args:
         timeout: seconds for which a rank waits for the others, in each exchange.
         seed: of the workers' global generators; each has its own.
+        folder: has to be seen by every machine, if it is given.
 
     Raises:
-        ConfigError: the cluster has less than is asked for.
+        ConfigError: the cluster has less than is asked for, or a machine does not see the folder.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class RayWorkerGroup:
         model: ModelConfig = PLAIN_MODEL,
         timeout: int = TIMEOUT,
         seed: int = 0,
+        folder: Path | None = None,
     ) -> None:
         self.size = resources.workers
         with ExitStack() as cleanup:  # given back if anything below fails
@@ -114,7 +117,8 @@ class RayWorkerGroup:
                 self.workers.append(remote_class(resources, placement, index).remote(*settings))
                 cleanup.callback(ray.kill, self.workers[-1])
             here = ray.util.get_node_ip_address()
-            self.places = self._wait("start", [worker.place.remote(here) for worker in self.workers])
+            with NamedTemporaryFile(dir=folder, prefix=".seen_") as new:
+                self.places = self._wait("start", [one.place.remote(here, folder and new.name) for one in self.workers])
             if self.size > 1:
                 alone = resources.nodes == 1  # on a machine
                 [address] = self._wait("open_store", [self.workers[0].open_store.remote(self.size, alone)])
@@ -229,6 +233,8 @@ def start_workers(config: Config, worker_class: type, *args: Any) -> Group:
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
         settings = {"timeout": config.actor_rollout_ref.nccl_timeout, "seed": config.trainer.seed}
+        if (folder := Path(config.trainer.default_local_dir)) in locked:  # this run writes there
+            settings["folder"] = folder.resolve()
         return RayWorkerGroup(resources, worker_class, *args, model=config.actor_rollout_ref.model, **settings)
     return LocalGroup(resources.threads, worker_class, *args)
 
@@ -284,9 +290,11 @@ class RemoteWorker:
         start_process(n_threads, model)
         seed_everything(seed)
 
-    def place(self, driver: str) -> tuple[int, str]:
-        """Returns this process, and its machine's address if the driver's is another."""
+    def place(self, driver: str, mark: str | None) -> tuple[int, str]:
+        """Returns this process, and its machine's address if the driver's is another; refuses not to see its `mark`."""
         host = ray.util.get_node_ip_address()
+        if mark and not os.path.exists(mark):
+            raise ConfigError(f"trainer.default_local_dir: {host} does not see {mark} of {driver}: name a shared disk.")
         return os.getpid(), "" if host == driver else host
 
     def open_store(self, size: int, alone: bool) -> tuple[str, int]:
