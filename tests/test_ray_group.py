@@ -383,10 +383,7 @@ def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.Mo
 
 def test_a_machine_that_does_not_see_the_runs_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.2")
-    worker, message = object.__new__(RemoteWorker), rf"default_local_dir: 10.0.0.2 does not see {tmp_path}.* of 10.0.0.1"
-        object.__new__(RemoteWorker),
-        rf"default_local_dir: 10.0.0.2 does not see {tmp_path}/.* of 10.0.0.1",
-    )
+    worker, message = object.__new__(RemoteWorker), rf"_local_dir: 10.0.0.2 does not see {tmp_path}/.* of 10.0.0.1"
     with pytest.raises(ConfigError, match=message):
         worker.place("10.0.0.1", str(tmp_path / ".seen_1"))
     (tmp_path / ".seen_1").touch()
