@@ -19,6 +19,7 @@ TRAINING_ONLY = (  # of `rollout`
     "log_prob_max_token_len_per_gpu",
     "tensor_model_parallel_size",
     "load_lora",
+    "nnodes",
 )
 TABLES = (".jsonl", ".parquet")
 

@@ -24,10 +24,12 @@ from workers.ray_group import store_host
 def split(config: Config, roles: Sequence[str]) -> list[tuple[Config, list[str]]]:
     """Lists the trainer's pool and that of the rollout, each as the settings of a run on its workers, and its roles."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    workers = [section.n_gpus_per_node or section.n_workers_per_node for section in (trainer, rollout)]
-    threads = worker_threads(trainer.n_threads, sum(workers)).number
+    gpus = trainer.n_gpus_per_node if rollout.n_gpus_per_node is None else rollout.n_gpus_per_node
+    workers = (trainer.n_gpus_per_node or trainer.n_workers_per_node) + (gpus or rollout.n_workers_per_node)
+    threads = worker_threads(trainer.n_threads, workers).number
     both = with_settings(config, {"trainer.executor": "ray", "trainer.n_threads": threads})
-    counts = {f"trainer.{name}": rollout[name] for name in ("nnodes", "n_gpus_per_node", "n_workers_per_node")}
+    counts = {f"trainer.{name}": rollout[name] for name in ("nnodes", "n_workers_per_node")}
+    counts["trainer.n_gpus_per_node"] = gpus
     apart = [role for role in roles if role in rollout.roles_apart]
     return [(both, [role for role in roles if role not in apart]), (with_settings(both, counts), apart)]
 

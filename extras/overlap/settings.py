@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import II
-
 from configs.errors import ConfigError
 from configs.settings import Frozen, setting
 
@@ -16,7 +14,7 @@ class Pool(Frozen):
     """The workers that generate, where they are not the trainer's (verl's keys)."""
 
     nnodes: int = setting(0, "Machines of a pool of its own for generation; 0: the trainer's workers generate.", ge=0)
-    n_gpus_per_node: int | None = setting(II("trainer.n_gpus_per_node"), "GPUs of each; as trainer's.", ge=0)
+    n_gpus_per_node: int | None = setting(None, "GPUs of each; null: as trainer's.", ge=0)
     n_workers_per_node: int = setting(1, "Workers of each when it has no GPU; with GPUs, one each.", ge=1)
     pool_roles: list[str] = setting(["rm"], "Roles that play in that pool, too: of ref, critic and rm.")
 
@@ -28,7 +26,7 @@ class Pool(Frozen):
         super().check(config, key)
         if unknown := sorted({*self.pool_roles} - {*ROLES}):
             raise ConfigError(f"{key}.pool_roles names {unknown}: there are {', '.join(ROLES)}.")
-        if self.nnodes and config.trainer.executor == "local":
+        if self.nnodes and config.trainer.get("executor") == "local":
             raise ConfigError(f"{key}.nnodes={self.nnodes} asks for a second pool: trainer.executor=local has one.")
 
 

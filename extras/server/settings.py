@@ -12,6 +12,7 @@ TRAINING_ONLY = (  # of `rollout`
     "log_prob_max_token_len_per_gpu",
     "tensor_model_parallel_size",
     "load_lora",
+    "nnodes",
 )
 BY_REQUEST = ("n", "do_sample", "temperature", "top_k", "top_p")  # of `rollout`
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -665,6 +665,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
         (["server.host=192.0.2.1", "server.api_key=x"], "cannot be listened at"),
         (["server.takes_weights=true"], "server.takes_weights=true with rollout.name=hf, server.host=127.0.0.1"),
         (["model.path=/nowhere/at/all"], "model.path="),
+        (["rollout.nnodes=1"], "rollout.nnodes is set"),
         (["rollout.temperature=0.5"], "rollout.temperature is set"),
         (["server.apikey=x"], "Did you mean 'server.api_key'?"),
     ],
