@@ -60,9 +60,13 @@ TABLE: dict[str, dict[str, str]] = {
         "rm": "extras.reward_model.role:ROLE",
         "sender": "extras.overlap.wire_roles:SENDER",
         "receiver": "extras.overlap.wire_roles:RECEIVER",
+        "generator": "extras.overlap.wire_roles:GENERATOR",
     },
     "pools": {"split": "extras.overlap.pools:split", "rollout": "extras.overlap.pools:ApartRollout"},
-    "trainer": {"one_step_off": "extras.overlap.one_step_off:one_step_off"},  # by trainer.async_mode
+    "trainer": {  # by trainer.async_mode
+        "one_step_off": "extras.overlap.one_step_off:one_step_off",
+        "fully_async": "extras.overlap.fully_async:fully_async",
+    },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {
         "tools": "extras.tools.files:tools_of_yaml",
@@ -121,7 +125,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
     "overlap": (
         *("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n_workers_per_node", "rollout.pool_roles"),
-        "trainer.async_mode",
+        *("trainer.async_mode", "trainer.max_staleness", "trainer.replay"),
     ),
 }
 MOVED = {  # old name → new name of a module that users run or name

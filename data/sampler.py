@@ -231,13 +231,13 @@ class PromptLoader:
         if not positions:
             raise self._no_batch()
         self.index += len(positions)
-        return self._collate(positions)
+        return self.batch_of(positions)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor | np.ndarray]]:
         """Yields one whole epoch from its start; the place of `next_batch` stays, unless the sampler is Stateful."""
         rows = self._positions(len(self.dataset))
         while positions := self._take(rows):
-            yield self._collate(positions)
+            yield self.batch_of(positions)
 
     def row(self, position: int) -> Row:
         """Returns a row of the dataset, as batches hold it."""
@@ -281,7 +281,8 @@ class PromptLoader:
         batch = list(islice(positions, self.batch_size))
         return [] if self.drop_last and len(batch) < self.batch_size else batch
 
-    def _collate(self, positions: list[int]) -> dict[str, torch.Tensor | np.ndarray]:
+    def batch_of(self, positions: list[int]) -> dict[str, torch.Tensor | np.ndarray]:
+        """Returns the rows at these positions as a batch."""
         return collate_fn([{**self.row(position), "dataset_position": position} for position in positions])
 
     def _no_batch(self) -> ValueError:

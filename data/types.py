@@ -81,7 +81,7 @@ class Completion:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop" (the last id is a stop id), "length" or "aborted"
-    weight_version: int
+    weight_version: int | list[int]  # of all tokens, or of each, where weights changed meanwhile
 
     def __post_init__(self) -> None:
         if self.finish_reason not in END_REASON_OF:
@@ -164,7 +164,7 @@ class Sample:
         token_ids: Sequence[int],
         log_probs: Sequence[float] | None,
         policy: bool,
-        weight_version: int = 0,
+        weight_version: int | Sequence[int] = 0,
         turn: int = 0,
     ) -> None:
         """Appends tokens, with rewards of 0; `log_probs` None: nobody sampled them."""
@@ -174,7 +174,7 @@ class Sample:
         self.token_ids += token_ids
         self.policy_mask += [int(policy)] * count
         self.log_probs += log_probs
-        self.weight_versions += [weight_version] * count
+        self.weight_versions += [weight_version] * count if isinstance(weight_version, int) else weight_version
         self.rewards += [0.0] * count
         self.turns += [turn] * count
 

@@ -164,7 +164,7 @@ class RayPPOTrainer(Run):
         sampling = SamplingParams.from_config(rollout, rollout.response_length)
         seed = derive_seed(self.config.trainer.seed, "rollout", step, number)
         with timer("data", timing):
-            prompts = self.as_prompts(self.train_loader.next_batch(), f"{step}-{number}")
+            prompts = self.as_prompts(self.next_rows(step), f"{step}-{number}")
             epoch = {"training/epoch": self.train_loader.epoch}
         batch, metrics = self.answer(prompts.repeat(rollout.n, interleave=True), sampling, seed, timing)
         if "episode" in batch:
@@ -174,6 +174,10 @@ class RayPPOTrainer(Run):
                 greedy, _ = self.answer(prompts, replace(sampling, do_sample=False), seed, {})
             batch.batch["reward_baselines"] = greedy_scores(greedy, batch)
         return batch, metrics | epoch
+
+    def next_rows(self, step: int) -> dict[str, Any]:
+        """Draws the rows whose prompts a step answers."""
+        return self.train_loader.next_batch()
 
     def as_prompts(self, rows: dict[str, Any], name: str) -> DataProto:
         """Turns rows of the data into prompts, each under a uid of its own that begins with `name`."""
@@ -187,6 +191,10 @@ class RayPPOTrainer(Run):
         """Has the policy answer prompts, or play their episodes; returns the scored rows, and metrics of stages."""
         with timer("gen", timing):
             batch = self.rollout.generate_sequences(prompts, sampling, seed)
+        return self.score(batch, timing)
+
+    def score(self, batch: DataProto, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
+        """Returns the batch with the scores of its responses, and metrics of stages."""
         with timer("reward", timing):
             batch = add_scores(batch, self.reward, self.tokenizer, self.config.reward)
             return batch, self.run_stages("scored", batch, timing)

@@ -28,6 +28,7 @@ class Piece:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str | None
+    weight_version: int | list[int] = 0  # of the weights that drew it
 
 
 @dataclass
@@ -97,7 +98,7 @@ class AsyncEngine:
         self._is_back(episode)
         async with aclosing(self._pieces(Client(request, episode))) as pieces:
             [done] = [piece async for piece in pieces]
-        return Completion(request.id, done.token_ids, done.log_probs, done.finish_reason, self.engine.weight_version)
+        return Completion(request.id, done.token_ids, done.log_probs, done.finish_reason, done.weight_version)
 
     async def answer(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool
@@ -146,15 +147,23 @@ class AsyncEngine:
     async def _pump(self) -> None:
         """Steps the engine while there is work; after each step it waits a little for turns that may come."""
         loop = asyncio.get_running_loop()
-        while self.joining or self.leaving or self.ended or self.clients:
-            joining, leaving, ended = self.joining, self.leaving, self.ended
-            self.joining, self.leaving, self.ended = [], [], []
+        while self._has_work():
+            joining, leaving, ended = await self._take()
             seen = {number: client.seen for number, client in self.clients.items() if client.request.piecewise}
             began = loop.time()
             step = await loop.run_in_executor(self.thread, self._step, joining, leaving, ended, seen)
             self._deliver(step)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.all_back.wait(), WAIT_SHARE * (loop.time() - began))
+
+    def _has_work(self) -> bool:
+        return bool(self.joining or self.leaving or self.ended or self.clients)
+
+    async def _take(self) -> tuple[list[Request], list[int], list[int]]:
+        """Takes what the next step begins with: requests that join, and that leave, and episodes that are over."""
+        taken = self.joining, self.leaving, self.ended
+        self.joining, self.leaving, self.ended = [], [], []
+        return taken
 
     def _step(
         self, joining: Sequence[Request], leaving: Sequence[int], ended: Sequence[int], seen: dict[int, int]
@@ -186,7 +195,8 @@ class AsyncEngine:
                     self.between_turns.add(client.episode)
                     self.all_back.clear()
                 new = slice(client.seen, None)
-                client.pieces.put_nowait(Piece(done.token_ids[new], done.log_probs[new], done.finish_reason))
+                drawn = done.token_ids[new], done.log_probs[new]
+                client.pieces.put_nowait(Piece(*drawn, done.finish_reason, done.weight_version))
         for number, (token_ids, log_probs) in step.running.items():
             if token_ids and (client := self.clients.get(number)):
                 client.seen += len(token_ids)

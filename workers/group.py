@@ -158,8 +158,11 @@ class RolloutRole(Role):
         first_rows, episodes = accumulate(map(len, parts), initial=0), are_episodes(prompts)
         engines = zip(parts, first_rows, strict=False)
         shares = [(rows, sampling, seed, first, episodes) for part, first in engines for rows in (part, *no_rows)]
-        answers = self._deal("generate_sequences", shares)
+        answers = self._answers(shares)
         return join_rows([*filter(len, answers)] or answers[:1])
+
+    def _answers(self, shares: Sequence[tuple]) -> list[DataProto]:
+        return self._deal("generate_sequences", shares)
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Makes the engines sample from the actor's present weights, which have this number; returns the certificate

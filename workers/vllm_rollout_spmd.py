@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +64,7 @@ class vLLMRollout(Rollout):
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
         self.device = model.device
+        self.so_far: dict[int, Any] = {}  # by request that is asked for piecewise, what is drawn
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.lockstep = Lockstep(config.tensor_model_parallel_size)
         self.engine = start_engine(config, model, self.lockstep.index)
@@ -94,7 +95,15 @@ class vLLMRollout(Rollout):
                 )
                 self.running[request.id] = request
             outputs = self.engine.step()
+        self.so_far |= {int(output.request_id): output.outputs[0] for output in outputs if not output.finished}
         return [self._pop_completion(output) for output in outputs if output.finished]
+
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        running = {number: self.so_far[number] for number in seen if number in self.so_far}
+        return {
+            number: ([*answer.token_ids][seen[number] :], log_probs_of(answer)[seen[number] :])
+            for number, answer in running.items()
+        }
 
     def _abort_running(self, ids: Sequence[int]) -> None:
         self.lockstep.broadcast(("abort", ids))
@@ -103,6 +112,7 @@ class vLLMRollout(Rollout):
     def _abort(self, ids: Iterable[int]) -> None:
         for request_id in ids:
             del self.running[request_id]
+            self.so_far.pop(request_id, None)
         self.engine.abort_request([*map(str, ids)])
 
     @contextmanager
@@ -187,14 +197,20 @@ class vLLMRollout(Rollout):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        fields = self._sampling_fields(request) | {"output_kind": RequestOutputKind.FINAL_ONLY}
+        kind = RequestOutputKind.CUMULATIVE if request.piecewise else RequestOutputKind.FINAL_ONLY
+        fields = self._sampling_fields(request) | {"output_kind": kind}
         return SamplingParams(**fields, flat_logprobs=True, detokenize=False)
 
     def _pop_completion(self, output: Any) -> Completion:
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
-        log_probs = [answer.logprobs.logprobs[index] for index in answer.logprobs.start_indices]
-        return self._completion(request, [*answer.token_ids], log_probs, answer.finish_reason)
+        self.so_far.pop(request.id, None)
+        return self._completion(request, [*answer.token_ids], log_probs_of(answer), answer.finish_reason)
+
+
+def log_probs_of(answer: Any) -> list[float]:
+    """Lists the log-probs of the tokens that vLLM has drawn."""
+    return [answer.logprobs.logprobs[index] for index in answer.logprobs.start_indices]
 
 
 def start_engine(config: RolloutConfig, model: PreTrainedModel, index: int) -> Any:

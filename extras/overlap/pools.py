@@ -46,22 +46,27 @@ class ApartRollout(RolloutRole):
         alone = not any(host for group in (self.learners, self.group) for _, host in group.places)  # on one machine
         wire = [(1 + self.group.size, alone)] * self.learners.size
         address = self.learners.submit("sender", "open", wire).result()[0]
-        self.together("join", [(address, place + 1, 1 + self.group.size) for place in range(self.group.size)])
+        ends = [(address, place + 1, 1 + self.group.size) for place in range(self.group.size)]
+        self.together("join", "receiver", "join", ends)
         self.is_linked = True
 
-    def together(self, method: str, shares: Sequence[tuple]) -> list[list[Any]]:
-        """Calls both ends of the wire, each of which waits for the other."""
-        ends = [
-            self.learners.submit("sender", method, [()] * self.learners.size),
-            self.group.submit("receiver", method, shares),
-        ]
-        return [end.result() for end in ends]
+    def together(self, method: str, role: str, role_method: str, shares: Sequence[tuple]) -> tuple[list, list]:
+        """Calls both ends of the wire, each of which waits for the other: the senders, and `role` in this pool."""
+        sending = self.learners.submit("sender", method, [()] * self.learners.size)
+        taking = self.group.submit(role, role_method, shares)
+        return sending.result(), taking.result()
 
-    def update_weights(self, version: int) -> dict[str, float]:
+    def move_weights(self, role: str, method: str, *arguments: Any) -> list[Any]:
+        """Sends the weights of the learners to `role`; returns what else it answers than the sum of their bits."""
         if not self.is_linked:
             self.link()
-        [sent, *_], received = self.together("move", [()] * self.group.size)
-        assert all(bits == sent for bits in received), f"weights {version} came as {received}, and were sent as {sent}"
+        [sent, *_], answers = self.together("move", role, method, [arguments] * self.group.size)
+        received, others = zip(*answers, strict=True)
+        assert {*received} == {sent}, f"weights of bits {sent} were sent, and {received} came"
+        return [*others]
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        self.move_weights("receiver", "move")
         return super().update_weights(version)
 
 
@@ -121,7 +126,7 @@ class Receiver(WireEnd):
         self.connect(connect(*address, size), place, size)
 
     @torch.no_grad()
-    def move(self) -> int:
+    def move(self) -> tuple[int, None]:
         """Takes the weights that are sent; returns the sum of their bits."""
         bits, policy = 0, self.policy
         with policy.at_work():
@@ -129,7 +134,7 @@ class Receiver(WireEnd):
                 full = torch.empty(weight.shape, dtype=weight.dtype, device=policy.device)
                 bits += self.broadcast(full)
                 weight.copy_(policy.parallel.part(full, weight))
-        return bits
+        return bits, None
 
 
 def build_sender(worker: ModelWorker) -> Sender:

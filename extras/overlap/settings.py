@@ -20,7 +20,7 @@ class Pool(Frozen):
 
     @property
     def roles_apart(self) -> tuple[str, ...]:
-        return ("rollout", "receiver", *self.pool_roles) if self.nnodes else ()
+        return ("rollout", "receiver", "generator", *self.pool_roles) if self.nnodes else ()
 
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
@@ -34,20 +34,35 @@ class Pool(Frozen):
 class Settings(Frozen):
     async_mode: str | None = setting(
         None,
-        "one_step_off: generate the next step's batch while this one is learnt. null: one after the other.",
-        choices=("one_step_off",),
+        "Generate beside the update: the next batch (one_step_off), or several, by weights that change meanwhile.",
+        choices=("one_step_off", "fully_async"),
     )
+    max_staleness: int = setting(
+        1, "With fully_async: most updates that a token may be behind; 0: as synchronous.", ge=0
+    )
+    replay: str | None = setting(None, "Folder of a fully_async run that is to be played again, step by step.")
 
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
-        if self.async_mode and not config.actor_rollout_ref.rollout.roles_apart:
+        if self.replay and self.async_mode != "fully_async":
             raise ConfigError(
-                f"{key}.async_mode={self.async_mode} generates beside the update, which takes workers of its own: set "
-                "actor_rollout_ref.rollout.nnodes=1."
+                f"{key}.replay={self.replay} plays a run of {key}.async_mode=fully_async again: set that."
             )
-        correction = config.algorithm.get("rollout_correction")
-        if self.async_mode and not (correction and (correction.bypass_mode or correction.rollout_is)):
+        if not self.async_mode:
+            return
+        mode, rollout = f"{key}.async_mode={self.async_mode}", config.actor_rollout_ref.rollout
+        if not rollout.roles_apart:
             raise ConfigError(
-                f"{key}.async_mode={self.async_mode} learns from weights of a step before: set algorithm."
-                "rollout_correction.rollout_is=token, or bypass_mode=true, which takes a pass less."
+                f"{mode} generates beside the update, which takes workers of its own: set actor_rollout_ref.rollout."
+                "nnodes=1."
             )
+        fully, correction = self.async_mode == "fully_async", config.algorithm.get("rollout_correction")
+        if (self.max_staleness or not fully) and not (correction and (correction.bypass_mode or correction.rollout_is)):
+            raise ConfigError(
+                f"{mode} learns from tokens of older weights: set algorithm.rollout_correction.rollout_is=token, or "
+                "bypass_mode=true, which takes a pass less."
+            )
+        if fully and self.max_staleness and config.algorithm.filter_groups.enable:
+            raise ConfigError(f"{mode} draws batches ahead: leave out algorithm.filter_groups, or one_step_off has it.")
+        if fully and rollout.tensor_model_parallel_size > 1:
+            raise ConfigError(f"{mode}: set rollout.tensor_model_parallel_size=1, or async_mode=one_step_off.")

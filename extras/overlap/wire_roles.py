@@ -1,4 +1,4 @@
-"""The two ends of the wire between pools; training/roles.py, which is imported first, registers them."""
+"""Roles of the extra: the ends of the wire between pools, and what generates by itself (training/roles.py)."""
 
 from configs.schema import Config
 from training.roles import RoleSpec
@@ -10,3 +10,9 @@ def generates_apart(config: Config) -> bool:
 
 SENDER = RoleSpec(name="sender", build="extras.overlap.pools:build_sender", turn=1, wanted=generates_apart)
 RECEIVER = RoleSpec(name="receiver", build="extras.overlap.pools:build_receiver", turn=1, wanted=generates_apart)
+GENERATOR = RoleSpec(
+    name="generator",
+    build="extras.overlap.generator:build_generator",
+    turn=1,
+    wanted=lambda config: config.trainer.async_mode == "fully_async",
+)
