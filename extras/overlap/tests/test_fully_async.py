@@ -1,0 +1,151 @@
+"""Weights change under requests in flight, and each token is that of the weights it is marked with; runs that generate
+ahead keep their bound, their prompts and their record."""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from configs.errors import ConfigError
+from configs.schema import ModelConfig, RolloutConfig
+from data.types import Completion, SamplingParams
+from extras.overlap.reloading import ReloadingEngine
+from extras.overlap.tests.test_overlap import APART, assert_same_weights, trained
+from tests.runs import compose, needs_vllm
+from training.ray_trainer import RayPPOTrainer
+from workers.models import load_causal_lm
+from workers.rollout import Rollout, build_rollout, load_rollout_class
+
+TOKENS = 24
+AHEAD = (*APART, "trainer.async_mode=fully_async", "algorithm.rollout_correction.rollout_is=token")
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 6, 7]]
+
+
+def other_weights(model: PreTrainedModel) -> PreTrainedModel:
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.add_(0.1 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    return changed
+
+
+def log_probs(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[range(len(answer)), answer]
+
+
+def answers(pump: ReloadingEngine, at: int, load: Callable[[], None]) -> list[Completion]:
+    """Answers PROMPTS, and has the weights change once the engine has made so many steps."""
+    sampling = SamplingParams(True, 1.0, -1, 1.0, TOKENS)
+
+    async def run() -> list[Completion]:
+        async def reload() -> None:
+            while pump.steps < at:
+                await asyncio.sleep(0)
+            await pump.reload(1, load, Future())
+
+        asked = [pump.complete(ids, sampling, seed, f"row {seed}", False) for seed, ids in enumerate(PROMPTS)]
+        return (await asyncio.gather(*asked, reload()))[:-1]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])
+def test_every_token_is_of_the_weights_that_it_is_marked_with(wide_headed_model: Path, tmp_path: Path, name: str):
+    first = load_causal_lm(ModelConfig(path=str(wide_headed_model))).eval()
+    second = other_weights(first)
+    settings = RolloutConfig(name=name, prompt_length=8, response_length=TOKENS)
+    kind, tokenizer = load_rollout_class(name), AutoTokenizer.from_pretrained(wide_headed_model)
+    engine: Rollout = build_rollout(kind, settings, tokenizer, load_causal_lm(ModelConfig(path=str(wide_headed_model))))
+    engine.load_weights(first.state_dict().items(), 0)
+
+    def load() -> None:
+        engine.module.load_state_dict(second.state_dict())
+        engine.load_weights(second.state_dict().items(), 1)
+
+    files = {"record": tmp_path / "record", "replay": None}
+    drawn = answers(ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), **files), 9, load)
+    for prompt, answer in zip(PROMPTS, drawn, strict=True):
+        versions = torch.tensor(answer.weight_version)
+        assert versions.tolist() == sorted(versions.tolist()) and len(versions) == len(answer.token_ids)
+        scored = [log_probs(model, prompt, answer.token_ids) for model in (first, second)]
+        expected = torch.where(versions == 0, *scored)
+        assert (torch.tensor(answer.log_probs) - expected).abs().max() < 1e-4
+    mixed = [answer for answer in drawn if len({*answer.weight_version}) == 2]
+    assert mixed and max((scored[0] - scored[1]).abs()) > 0.05, "the weights differ, and changed in an answer"
+
+    files = {"record": tmp_path / "again", "replay": tmp_path / "record"}
+    engine.module.load_state_dict(first.state_dict())
+    engine.load_weights(first.state_dict().items(), 0)
+    again = answers(ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), **files), 0, load)
+    assert [vars(one) | {"id": 0} for one in again] == [vars(one) | {"id": 0} for one in drawn]
+    assert (tmp_path / "again").read_text() == (tmp_path / "record").read_text()
+
+
+def test_without_staleness_a_run_is_the_synchronous_one(cluster, tiny_model, tmp_path):
+    together = trained(tmp_path / "together", tiny_model, "trainer.executor=ray", "trainer.n_threads=1")
+    settings = [*APART, "trainer.async_mode=fully_async", "trainer.max_staleness=0"]
+    ahead = trained(tmp_path / "ahead", tiny_model, *settings)
+    ahead = {step: {name: ahead[step][name] for name in ahead[step] if "staleness" not in name} for step in ahead}
+    assert ahead == together
+    assert_same_weights(tmp_path / "together", tmp_path / "ahead")
+
+
+@pytest.fixture
+def learnt(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """Positions of the rows that each step of a run has learnt from."""
+    rows: dict[int, list[int]] = {}
+
+    def after_step(self, batch):
+        rows[self.global_step] = batch.dataset_position.tolist()
+        return original(self, batch)
+
+    original = RayPPOTrainer.after_step
+    monkeypatch.setattr(RayPPOTrainer, "after_step", after_step)
+    return rows
+
+
+def test_each_step_learns_the_prompts_of_the_synchronous_run_from_tokens_within_the_bound(
+    cluster, tiny_model, tmp_path, learnt
+):
+    more = ["data.max_response_length=20", "trainer.total_training_steps=5"]
+    trained(tmp_path / "together", tiny_model, "trainer.n_threads=1", *more)
+    expected = dict(learnt)
+    for staleness in (1, 3):
+        learnt.clear()
+        settings = [*AHEAD, *more, f"trainer.max_staleness={staleness}"]
+        metrics = trained(tmp_path / f"ahead {staleness}", tiny_model, *settings, "trainer.save_freq=2")
+        assert learnt == expected
+        assert [metrics[step]["staleness/max"] <= staleness for step in range(1, 6)] == [True] * 5
+        assert metrics[5]["staleness/max"] > 0
+
+    start = f"trainer.resume_from_path={tmp_path}/ahead 3/global_step_2"
+    learnt.clear()
+    trained(tmp_path / "resumed", tiny_model, *settings, "trainer.resume_mode=resume_path", start)
+    assert learnt == {step: expected[step] for step in (3, 4, 5)}
+
+    replay = f"trainer.replay={tmp_path}/ahead 3"
+    again = trained(tmp_path / "again", tiny_model, *settings, "trainer.save_freq=2", replay)
+    assert again == metrics
+    assert_same_weights(tmp_path / "ahead 3", tmp_path / "again", step=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["trainer.replay=outputs/x"], "async_mode=fully_async"),
+        ([*AHEAD, "algorithm.filter_groups.enable=true"], "algorithm.filter_groups"),
+        ([*AHEAD, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size=1"),
+        ([*APART, "trainer.async_mode=fully_async"], "rollout_is=token"),
+    ],
+)
+def test_what_cannot_run_ahead_is_refused_in_a_line(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(*settings)
