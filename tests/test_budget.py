@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_500,
+    "core lines": 18_600,
     "core files": 81,
-    "product lines": 36_000,
+    "product lines": 36_500,
     "scripts and benchmarks": 2_600,
     "names in training/": 18,
     "names in workers/": 22,
@@ -43,8 +43,8 @@ CEILINGS = {
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 34,
-    "modules with one importer": 41,
-    "settings": 283,
+    "modules with one importer": 42,
+    "settings": 285,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,

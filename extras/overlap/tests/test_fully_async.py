@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, RolloutConfig
 from data.types import Completion, SamplingParams
-from extras.overlap.reloading import ReloadingEngine
+from extras.overlap.generator import ReloadingEngine
 from extras.overlap.tests.test_overlap import APART, assert_same_weights, trained
 from tests.runs import compose, needs_vllm
 from training.ray_trainer import RayPPOTrainer
