@@ -161,9 +161,11 @@ def test_nulls_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path,
     assert row["raw_prompt"] == prompt
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path, tokenizer):
-    with pytest.raises(FileNotFoundError, match=r"rows.jsonl: there is no such file \(looked in .*data.train_files"):
-        dataset(tmp_path / "rows.jsonl", tokenizer)
+@pytest.mark.parametrize("name", ["train_files", "val_files"])
+def test_a_file_that_is_not_there_is_named_with_the_setting_that_gave_it(tmp_path, tokenizer, name):
+    file = f"{tmp_path}/rows.jsonl"
+    with pytest.raises(FileNotFoundError, match=rf"^data\.{name}={file}: there is no such file \(looked in "):
+        dataset(file, tokenizer, **{name: [file]})
 
 
 def test_overlong_prompts_are_dropped_counted_and_listed(tmp_path, tokenizer, caplog):
