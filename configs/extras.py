@@ -91,6 +91,10 @@ TABLE: dict[str, dict[str, str]] = {
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("gym", "processes"),
+    ("interactions", "http"),
+    ("judge", "http"),
+    ("openai", "http"),
+    ("rules", "http"),
     ("rules", "processes"),
     ("rules", "sandbox"),
     ("scorers", "processes"),

@@ -47,7 +47,9 @@ CORE_TESTS = {  # of each hook, those that take seconds
 
 def without(folder: Path, *extras: str) -> Path:
     """A copy of the repository without these extras, and those that import them."""
-    gone = {*extras, *(importer for importer, imported in PAIRS if imported in extras)}
+    gone = {*extras}
+    while importers := {importer for importer, imported in PAIRS if imported in gone} - gone:
+        gone |= importers
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in filter(Path.is_file, ROOT.iterdir()):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from configs.process import read_key
-from data.http import ask_once
+from extras.http.http import ask_once
 from extras.interactions.base import BaseInteraction
 
 END = "<end>"

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import ClientSession
 
 from configs.process import read_key
-from data.http import Json, RequestRefused, api_root, ask, open_session
+from extras.http.http import Json, RequestRefused, api_root, ask, open_session
 
 TEMPLATE = """You grade an answer.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from data.http import Json, RequestRefused, api_root, ask, open_session
 from data.types import Completion, Request, SamplingParams
+from extras.http.http import Json, RequestRefused, api_root, ask, open_session
 from extras.openai.async_rollout import AsyncRollout
 from extras.openai.settings import KEY, openai_settings
 from extras.openai.weight_transfer import check_weight_transfer, weight_transfer

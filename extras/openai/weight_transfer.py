@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.errors import ConfigError
-from data.http import Json, RequestRefused, ServerError, api_root, ask_once
+from extras.http.http import Json, RequestRefused, ServerError, api_root, ask_once
 from extras.openai.settings import KEY, OpenAISettings
 from workers.agents.user_code import in_thread
 from workers.vllm_setup import vllm_process

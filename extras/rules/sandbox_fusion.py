@@ -99,7 +99,7 @@ class Server:
             ServerError: it cannot be reached, or the gateway gives up each time.
             RequestRefused: it answers with another error, or not in JSON.
         """
-        from data.http import ask_once  # and with it aiohttp, which no other rule needs
+        from extras.http.http import ask_once  # and with it aiohttp, which no other rule needs
 
         body = {
             **{"compile_timeout": self.timeout, "run_timeout": self.timeout, "code": code, "stdin": stdin},

@@ -10,9 +10,9 @@ from configs.errors import ConfigError
 from configs.schema import DataConfig, MultiTurnConfig, RolloutConfig
 from custom.tiny_model import build_tokenizer
 from data.files import dump_jsonl
-from data.http import RequestRefused
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
+from extras.http.http import RequestRefused
 from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
 from extras.interactions.endpoint import EndpointInteraction
 from tests.servers import answering

@@ -14,9 +14,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from data import http
-from data.http import RequestRefused, ServerError, ask_once
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
+from extras.http.http import RequestRefused, ServerError, ask_once
 from extras.openai import rollout as openai_rollout
 from extras.openai.rollout import OpenAIRollout
 from extras.openai.tests.fixtures import engine_for
