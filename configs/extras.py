@@ -90,6 +90,7 @@ TABLE: dict[str, dict[str, str]] = {
     "action": {"train": "training.run:Training", "dry_run": "extras.dry_run.dry_run:DryRun"},
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
+    ("evaluation", "standalone"),
     ("gym", "processes"),
     ("interactions", "http"),
     ("judge", "http"),
@@ -98,6 +99,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("rules", "processes"),
     ("rules", "sandbox"),
     ("scorers", "processes"),
+    ("server", "standalone"),
     ("sglang", "openai"),
     ("verl", "sandbox"),
     ("interactions", "tools"),

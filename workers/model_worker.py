@@ -1,11 +1,10 @@
 """Plays the roles of one worker process, on one device.
 
 Actor and rollout share a process: the rollout samples from the actor's own weights, or copies them in memory.
-`StandaloneRollout` is an engine with the model of a folder, for commands that generate and do not train.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,11 +19,9 @@ from transformers import (
 )
 
 from configs.errors import ConfigError, warns_of_close
-from configs.extras import find
 from configs.import_utils import load_modules
-from configs.process import worker_threads
-from configs.schema import Config, ModelConfig, OptimConfig, PretrainedModelConfig, RolloutConfig
-from data.pretrained import check_is_decoder, check_positions, load_model_config, load_tokenizer
+from configs.schema import Config, ModelConfig, OptimConfig, PretrainedModelConfig
+from data.pretrained import load_model_config, load_tokenizer
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.types import SamplingParams
@@ -186,43 +183,6 @@ def files_of_rows(config: Config) -> list[str]:
     """Lists the user's files whose objects rows may carry: rows from Ray unpickle only where these are loaded."""
     files = [config.env.path if config.env.id else None, config.data.custom_cls.path]
     return [file for file in files if file]
-
-
-class StandaloneRollout:
-    """The engine that `rollout.name` names, around the model at `model.path`, or, if it is a server, around the
-    server's; raises ValueError for no such model or engine, or lengths that the model was not made for.
-
-    Attributes:
-        engine: the engine; call it within `precision`.
-        vocab_size: token ids of the model are 0 to this number − 1.
-    """
-
-    def __init__(
-        self, model: ModelConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, n_threads: int | None
-    ) -> None:
-        torch.set_num_threads(worker_threads(n_threads).number)
-        load_modules(model.external_lib)
-        self.device = training_device(n_gpus=None)
-        engine_class = load_rollout_class(rollout.name)
-        engine_class.check(rollout, workers=1, gpus=int(self.device.type == "cuda"))
-        longest = rollout.prompt_length + rollout.response_length
-        model_config = load_model_config(model, model.path, "model.path")
-        check_is_decoder(model_config, "model.path")
-        check_positions(model_config, longest, "model.path", "data.max_prompt_length + max_response_length")
-        find("adapter", model.adapter).check_settings(model, "model")
-        self.vocab_size = model_config.get_text_config().vocab_size
-        self.dtype = compute_dtype("auto", self.device)
-        module = load_causal_lm(model, self.device, self.dtype, longest)
-        with self.precision():  # an engine may try itself out in the precision of the run
-            self.engine = build_engine(engine_class, rollout, tokenizer, module)
-        if not engine_class.elsewhere:
-            self.engine.load_weights(module.adapter.weights(module), version=0)
-
-    @contextmanager
-    def precision(self) -> Iterator[None]:
-        """Computes the block in the precision of a run on this device, in the thread that enters it."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            yield
 
 
 def memory_report(config: Config, layouts: Mapping[str, Replicas], card: int) -> str:

@@ -38,8 +38,8 @@ from data.pretrained import load_tokenizer
 from data.protocol import DataProto, object_array
 from data.rl_dataset import RLHFDataset
 from data.types import Row, SamplingParams
+from extras.standalone.rollout import StandaloneRollout
 from training.checkpoint import flatten
-from workers.model_worker import StandaloneRollout
 from workers.rollout import generate_batch
 
 DECISIVE = ("model.", "rollout.", "trainer.seed", "data.response_key")  # settings that change what is written

@@ -31,9 +31,9 @@ from configs.process import read_key, worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from data.tool_parsers import ToolParser
 from extras.server.app import Served, http_server
+from extras.standalone.rollout import StandaloneRollout
 from workers.engine import compute_dtype
 from workers.engine_pump import AsyncEngine
-from workers.model_worker import StandaloneRollout
 from workers.models import training_device
 from workers.vllm_setup import shared_settings, vllm_environment
 

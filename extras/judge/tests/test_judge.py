@@ -11,9 +11,9 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardFunctionConfig
-from data import http
 from data.protocol import DataProto
 from data.types import NotScored
+from extras.http import http
 from extras.judge import judge as module
 from extras.judge.judge import GRADE, fill_template, judge, read_grade, read_template
 from tests import servers

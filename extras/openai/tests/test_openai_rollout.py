@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from data import http
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
+from extras.http import http
 from extras.http.http import RequestRefused, ServerError, ask_once
 from extras.openai import rollout as openai_rollout
 from extras.openai.rollout import OpenAIRollout

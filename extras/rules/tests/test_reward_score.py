@@ -13,8 +13,8 @@ import pytest
 from configs import errors
 from configs.errors import ConfigError
 from configs.schema import RewardConfig
-from data import http
 from data.protocol import DataProto
+from extras.http import http
 from extras.rules import geo3k, gsm8k, math_dapo, math_reward, prime_code, prime_math, sandbox_fusion, symbolic
 from extras.rules import search_r1_like_qa_em as questions
 from extras.rules.default import KNOWN, default_compute_score, find_rule
