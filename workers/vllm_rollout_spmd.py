@@ -303,6 +303,8 @@ def save_config(model: PreTrainedModel, folder: str) -> None:
 class Lockstep:
     """A part among `size` workers with neighbouring ranks; every worker of the run makes one at the same time.
 
+    Orders go by gloo, which ends a wait for a leader that is gone; vLLM's queue in shared memory would wait for ever.
+
     Attributes:
         index: among them, from 0; the leader's is 0.
     """

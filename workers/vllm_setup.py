@@ -40,7 +40,9 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
         "model": model.name_or_path,
         "skip_tokenizer_init": True,
         "load_format": config.load_format,
-        "async_scheduling": False,  # a step returns what it drew
+        # On CPUs vLLM keeps it off whatever is asked (0.32), so no test here shows that the step in flight does no harm
+        # where weights change or sleep. engine_kwargs.vllm turns it on.
+        "async_scheduling": False,
         "enable_sleep_mode": device == "cuda" and config.free_cache_engine,
     }
     if (size := config.tensor_model_parallel_size) > 1:
