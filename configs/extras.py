@@ -131,7 +131,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
     "overlap": (
         *("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n_workers_per_node", "rollout.pool_roles"),
-        *("trainer.async_mode", "trainer.max_staleness", "trainer.replay"),
+        *("trainer.async_mode", "trainer.max_staleness", "trainer.batch_order", "trainer.replay"),
     ),
 }
 MOVED = {  # old name → new name of a module that users run or name

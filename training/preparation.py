@@ -107,7 +107,7 @@ def prepare(config: Config) -> Parts:
     load_modules(config.actor_rollout_ref.model.external_lib, LIB_KEY)  # first: it may register what the rest looks up
     trainer_class = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
     if config.trainer.async_mode:
-        trainer_class = find("trainer", config.trainer.async_mode)(trainer_class)
+        trainer_class = find("trainer", config.trainer.async_mode)(trainer_class, config)
     check_observers(config)
     check_algorithm(config)
     check_models(config)

@@ -152,14 +152,17 @@ class RolloutRole(Role):
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         """Returns a response to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout beside its
-        own. An engine gets as many rows as another, or one more: how long responses will be is not known."""
+        own."""
+        return joined(self._answers(self.shares(prompts, sampling, seed)))
+
+    def shares(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> list[tuple]:
+        """Deals out prompts: an engine gets as many rows as another, or one more, as how long responses will be is not
+        known."""
         parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine // self.peers)
         no_rows = [prompts[0:0]] * (self.workers_per_engine - 1)
         first_rows, episodes = accumulate(map(len, parts), initial=0), are_episodes(prompts)
         engines = zip(parts, first_rows, strict=False)
-        shares = [(rows, sampling, seed, first, episodes) for part, first in engines for rows in (part, *no_rows)]
-        answers = self._answers(shares)
-        return join_rows([*filter(len, answers)] or answers[:1])
+        return [(rows, sampling, seed, first, episodes) for part, first in engines for rows in (part, *no_rows)]
 
     def _answers(self, shares: Sequence[tuple]) -> list[DataProto]:
         return self._deal("generate_sequences", shares)
@@ -169,6 +172,11 @@ class RolloutRole(Role):
         that they do: rollout/weight_version, and, if it was probed, rollout/sync_max_logprob_diff."""
         certificates = self.all("update_weights", version)
         return {name: max(certificate[name] for certificate in certificates) for name in certificates[0]}
+
+
+def joined(answers: Sequence[DataProto]) -> DataProto:
+    """Joins the rows that engines have answered, of which some had none."""
+    return join_rows([*filter(len, answers)] or answers[:1])
 
 
 def roles_of(pools: Mapping[str, Group], config: Config) -> dict[str, Role]:

@@ -1,21 +1,31 @@
 """Generates up to trainer.max_staleness steps ahead, by weights that change meanwhile (async_mode=fully_async).
 
-The order is strict: step k learns from the prompts that the synchronous run learns from in step k, and batch k may
-begin once step k − 1 − max_staleness is learnt. So no token is older than that, whatever the clock does, and with 0 the
-run is the synchronous one. Each batch is collected by the trainer's own `collect`, in a thread.
+By default the order is strict: step k learns from the prompts that the synchronous run learns from in step k, and batch
+k may begin once step k − 1 − max_staleness is learnt. So no token is older than that, whatever the clock does, and with
+0 the run is the synchronous one. Each batch is collected by the trainer's own `collect`, in a thread.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from data.protocol import DataProto
+from configs.schema import Config
+from data.protocol import DataProto, join_rows
+from data.seeding import derive_seed
+from data.types import SamplingParams
 from extras.overlap.pools import ApartRollout
+from training.episode_rows import check_failures
 from training.metric_utils import timer
 from training.ray_trainer import Metrics, RayPPOTrainer, Rollouts
+from training.reward import reward_metrics
+from workers.group import joined
+
+GROUPS = "groups.jsonl"
 
 
 @dataclass
@@ -23,73 +33,58 @@ class AsyncRollout(ApartRollout):
     """Generates for several calls at once."""
 
     calls: Any = field(default_factory=count)
+    answered: dict[int, dict[int, DataProto]] = field(default_factory=dict)  # by call and rank
 
     def _answers(self, shares: Sequence[tuple]) -> list[DataProto]:
-        call, answers = next(self.calls), [None] * self.group.size
+        call, done = self.begin(shares), {}
+        while not done:
+            done = self.finished([call])
+        return done[call]
+
+    def begin(self, shares: Sequence[tuple]) -> int:
+        """Has shares answered; returns the number of the call."""
+        call = next(self.calls)
+        self.answered[call] = {}
         self.group.submit("generator", "begin", [(call, *share) for share in shares]).result()
-        while any(rows is None for rows in answers):
-            taken = self.group.submit("generator", "take", [(call,)] * self.group.size).result()
-            answers = [rows if new is None else new for rows, new in zip(answers, taken, strict=True)]
-        return answers
+        return call
+
+    def finished(self, calls: Sequence[int]) -> dict[int, list[DataProto]]:
+        """Waits a moment; returns the answers to those of `calls` that are whole, once, by rank."""
+        taken = self.group.submit("generator", "take", [(calls,)] * self.group.size).result()
+        for rank, call, rows in ((rank, *item) for rank, part in enumerate(taken) for item in part.items()):
+            self.answered[call][rank] = rows
+        whole = [call for call in calls if len(self.answered[call]) == self.group.size]
+        return {call: [rows for _, rows in sorted(self.answered.pop(call).items())] for call in whole}
 
     def update_weights(self, version: int) -> dict[str, float]:
         certificates = self.move_weights("generator", "reload", version)
         return {name: max(certificate[name] for certificate in certificates) for name in certificates[0]}
 
 
-def fully_async(trainer_class: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
-    """Makes a trainer that generates ahead of any other one."""
-    return type(f"FullyAsync{trainer_class.__name__}", (FullyAsync, trainer_class), {})
-
-
-class FullyAsync(RayPPOTrainer):
-    """Trains while several batches are under way.
+class Ahead(RayPPOTrainer):
+    """Trains while the rows of several steps are answered.
 
     Attributes:
         learnt: the step whose update made the present weights.
-        coming: the rollouts of steps that have begun, with the seconds of their stages.
-        positions, rows: of the data that these steps answer; rows until they are taken.
+        positions: of the rows that are under way, by the step that drew them.
     """
 
     def __init__(self, *args: Any, roles: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, roles={**roles, "rollout": AsyncRollout(**vars(roles["rollout"]))}, **kwargs)
-        self.learnt, self.scoring = 0, Lock()
-        self.coming: dict[int, Future] = {}
+        self.learnt = 0
         self.positions: dict[int, list[int]] = {}
-        self.rows: dict[int, dict[str, Any]] = {}
-        self.threads = ThreadPoolExecutor(1 + self.config.trainer.max_staleness)
 
-    def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
-        """Has all batches begun that may be, and returns that of this step."""
-        last = min(step + self.config.trainer.max_staleness, self.total_steps)
-        for later in range(step, last + 1):
-            if later not in self.coming:
-                self.begin(later)
-        with timer("wait", timing):
-            rollouts, seconds = self.coming.pop(step).result()
-        del self.positions[step]
-        timing |= seconds
-        return rollouts
+    def last_begun(self, step: int) -> int:
+        """Returns the last step whose rows may be under way when `step` begins."""
+        return min(step + self.config.trainer.max_staleness, self.total_steps)
 
-    def begin(self, step: int) -> None:
-        """Draws the rows of a step, or those that were drawn before a checkpoint, and has them answered."""
+    def rows_of(self, step: int) -> dict[str, Any]:
+        """Draws the rows of a step, or those of them that were under way at a checkpoint."""
         if step in self.positions:
-            self.rows[step] = self.train_loader.batch_of(self.positions[step])
-        else:
-            self.rows[step] = self.train_loader.next_batch()
-            self.positions[step] = self.rows[step]["dataset_position"].tolist()
-        self.coming[step] = self.threads.submit(self.collect_timed, step)
-
-    def collect_timed(self, step: int) -> tuple[Rollouts, dict[str, float]]:
-        timing: dict[str, float] = {}
-        return super().collect(step, timing), timing
-
-    def next_rows(self, step: int) -> dict[str, Any]:
-        return self.rows.pop(step) if step in self.rows else super().next_rows(step)
-
-    def score(self, batch: DataProto, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
-        with self.scoring:  # a reward need not know of threads
-            return super().score(batch, timing)
+            return self.train_loader.batch_of(self.positions[step])
+        rows = self.train_loader.next_batch()
+        self.positions[step] = rows["dataset_position"].tolist()
+        return rows
 
     def sync(self, timing: dict[str, float]) -> Metrics:
         if self.policy_learns:
@@ -102,3 +97,118 @@ class FullyAsync(RayPPOTrainer):
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self.positions, self.learnt = state.get("positions", {}), state.get("learnt", self.global_step)
+
+
+class Strict(Ahead):
+    """Learns from the rows that each step has drawn.
+
+    Attributes:
+        coming: the rollouts of steps that have begun, with the seconds of their stages.
+        rows: that these steps answer, until they are taken.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scoring = Lock()
+        self.coming: dict[int, Future] = {}
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.threads = ThreadPoolExecutor(1 + self.config.trainer.max_staleness)
+
+    def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
+        """Has all batches begun that may be, and returns that of this step."""
+        for later in range(step, self.last_begun(step) + 1):
+            if later not in self.coming:
+                self.rows[later] = self.rows_of(later)
+                self.coming[later] = self.threads.submit(self.collect_timed, later)
+        with timer("wait", timing):
+            rollouts, seconds = self.coming.pop(step).result()
+        del self.positions[step]
+        timing |= seconds
+        return rollouts
+
+    def collect_timed(self, step: int) -> tuple[Rollouts, dict[str, float]]:
+        timing: dict[str, float] = {}
+        return super().collect(step, timing), timing
+
+    def next_rows(self, step: int) -> dict[str, Any]:
+        return self.rows.pop(step) if step in self.rows else super().next_rows(step)
+
+    def score(self, batch: DataProto, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
+        with self.scoring:  # a reward need not know of threads
+            return super().score(batch, timing)
+
+
+class FirstCome(Ahead):
+    """Learns from the groups of samples that are finished first, whichever step has drawn their prompts: no long answer
+    holds up a step, but one that takes long may be older than trainer.max_staleness.
+
+    Which groups a step has learnt from is written to groups.jsonl, and a run that is played again goes by that file.
+
+    Attributes:
+        groups: step and position of the row of each group that is not learnt from yet, by name.
+        coming: names of the groups that are under way, by call.
+        done: those that are finished, by name, in the order in which they were.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.begun: set[int] = set()
+        self.groups: dict[str, tuple[int, int]] = {}
+        self.coming: dict[int, str] = {}
+        self.done: dict[str, DataProto] = {}
+        replay = self.config.trainer.replay
+        lines = (Path(replay) / GROUPS).read_text().splitlines() if replay else []
+        self.plan = {entry["step"]: entry["groups"] for entry in map(json.loads, lines)}
+
+    def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
+        """Has the groups of all steps begun that may be, and returns the first that are finished."""
+        for later in sorted({*self.positions, *range(step, self.last_begun(step) + 1)} - self.begun):
+            self.begin(later)
+        with timer("wait", timing):
+            names = self.plan.get(step) or self.first_done()
+            while not self.done.keys() >= {*names}:
+                self.look()
+        with (self.folder / GROUPS).open("a") as file:
+            file.write(json.dumps({"step": step, "groups": names}) + "\n")
+        batch, metrics = self.score(join_rows([self.done.pop(name) for name in names]), timing)
+        if "episode" in batch:
+            check_failures(batch, self.config.env.max_failed_fraction)
+        self.groups = {name: row for name, row in self.groups.items() if name not in names}
+        return Rollouts(batch, metrics | reward_metrics(batch) | {"training/epoch": self.train_loader.epoch})
+
+    def begin(self, step: int) -> None:
+        """Draws the rows of a step, and has the samples of each begun by themselves."""
+        prompts, rollout = self.as_prompts(self.rows_of(step), str(step)), self.config.actor_rollout_ref.rollout
+        sampling = SamplingParams.from_config(rollout, rollout.response_length)
+        self.begun.add(step)
+        for index, name in enumerate(prompts.uid):
+            samples = prompts[index : index + 1].repeat(rollout.n, interleave=True)
+            seed = derive_seed(self.config.trainer.seed, "group", step, int(prompts.dataset_position[index]))
+            self.coming[self.rollout.begin(self.rollout.shares(samples, sampling, seed))] = name
+            self.groups[name] = step, int(prompts.dataset_position[index])
+
+    def first_done(self) -> list[str]:
+        """Returns the names of the first groups that are finished, as many as a batch has."""
+        while len(self.done) < self.train_loader.batch_size:
+            self.look()
+        return [*self.done][: self.train_loader.batch_size]
+
+    def look(self) -> None:
+        """Waits a moment, and notes the groups that are finished."""
+        for call, answers in self.rollout.finished([*self.coming]).items():
+            self.done[self.coming.pop(call)] = joined(answers)
+
+    def state(self) -> dict[str, Any]:
+        positions: dict[int, list[int]] = {}
+        for step, position in self.groups.values():
+            positions.setdefault(step, []).append(position)
+        return super().state() | {"positions": positions}
+
+
+ORDERS = {"strict": Strict, "first_come": FirstCome}
+
+
+def fully_async(trainer_class: type[RayPPOTrainer], config: Config) -> type[RayPPOTrainer]:
+    """Makes a trainer that generates ahead of any other one, in the order that its settings say."""
+    order = ORDERS[config.trainer.batch_order]
+    return type(f"{order.__name__}{trainer_class.__name__}", (order, trainer_class), {})

@@ -6,8 +6,8 @@ played again, whatever the clock does.
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -224,11 +224,11 @@ class Generator:
         rollouts = collate(samples, *lengths, engine.pad_token_id)
         return rollouts.union(prompts.select([name for name in prompts.tensors if name not in rollouts]))
 
-    def take(self, call: int) -> DataProto | None:
-        """Returns the rows of a call, once, when all are there; None if they are not yet, or were taken."""
-        if call not in self.calls or wait([self.calls[call]], TAKE_SECONDS).not_done:
-            return None
-        return self.calls.pop(call).result()
+    def take(self, calls: Sequence[int]) -> dict[int, DataProto]:
+        """Returns the rows of those of `calls` that are answered, once, in the order in which they were."""
+        futures = {call: self.calls[call] for call in calls if call in self.calls}
+        wait(futures.values(), TAKE_SECONDS, FIRST_COMPLETED)
+        return {call: self.calls.pop(call).result() for call, future in futures.items() if future.done()}
 
     def reload(self, version: int) -> tuple[int, dict[str, float]]:
         """Takes the weights that the trainer sends, called `version`, between two steps of the engine; returns the sum

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.schema import Config
 from data.protocol import DataProto, object_array
 from data.types import Row, Stage
 from training.metric_utils import timer
@@ -31,7 +32,7 @@ class Staleness(Stage):
         return {"staleness/mean": behind.float().mean().item(), "staleness/max": float(behind.max())}
 
 
-def one_step_off(trainer_class: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
+def one_step_off(trainer_class: type[RayPPOTrainer], config: Config) -> type[RayPPOTrainer]:
     """Makes a trainer that is one step off of any other one."""
     return type(f"OneStepOff{trainer_class.__name__}", (OneStepOff, trainer_class), {})
 

@@ -40,6 +40,11 @@ class Settings(Frozen):
     max_staleness: int = setting(
         1, "With fully_async: most updates that a token may be behind; 0: as synchronous.", ge=0
     )
+    batch_order: str = setting(
+        "strict",
+        "With fully_async: each step learns its own prompts, or the groups that are finished first (first_come).",
+        choices=("strict", "first_come"),
+    )
     replay: str | None = setting(None, "Folder of a fully_async run that is to be played again, step by step.")
 
     def check(self, config: Any, key: str) -> None:
@@ -64,5 +69,9 @@ class Settings(Frozen):
             )
         if fully and self.max_staleness and config.algorithm.filter_groups.enable:
             raise ConfigError(f"{mode} draws batches ahead: leave out algorithm.filter_groups, or one_step_off has it.")
+        if fully and self.batch_order == "first_come" and config.algorithm.adv_estimator == "remax":
+            raise ConfigError(
+                f"{key}.batch_order=first_come draws no greedy answers: algorithm.adv_estimator=remax needs them."
+            )
         if fully and rollout.tensor_model_parallel_size > 1:
             raise ConfigError(f"{mode}: set rollout.tensor_model_parallel_size=1, or async_mode=one_step_off.")

@@ -3,6 +3,7 @@ ahead keep their bound, their prompts and their record."""
 
 import asyncio
 import copy
+import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -135,6 +136,29 @@ def test_each_step_learns_the_prompts_of_the_synchronous_run_from_tokens_within_
     again = trained(tmp_path / "again", tiny_model, *settings, "trainer.save_freq=2", replay)
     assert again == metrics
     assert_same_weights(tmp_path / "ahead 3", tmp_path / "again", step=5)
+
+
+def test_groups_that_are_finished_first_are_learnt_once_and_again_in_that_order(cluster, tiny_model, tmp_path, learnt):
+    more = ["data.max_response_length=20", "trainer.total_training_steps=4", "trainer.max_staleness=2"]
+    settings = [*AHEAD, *more, "trainer.batch_order=first_come"]
+    metrics = trained(tmp_path / "first", tiny_model, *settings, "trainer.save_freq=2")
+    lines = [json.loads(line) for line in (tmp_path / "first" / "groups.jsonl").read_text().splitlines()]
+    names = [name for line in lines for name in line["groups"]]
+    assert [len(line["groups"]) for line in lines] == [4] * 4 and {*names} == {
+        f"{n}-{i}" for n in (1, 2, 3, 4) for i in range(4)
+    }
+    rows = dict(learnt)
+    again = trained(
+        tmp_path / "again", tiny_model, *settings, "trainer.save_freq=2", f"trainer.replay={tmp_path}/first"
+    )
+    assert again == metrics and learnt == rows
+    assert_same_weights(tmp_path / "first", tmp_path / "again")
+
+    start = f"trainer.resume_from_path={tmp_path}/first/global_step_2"
+    learnt.clear()
+    trained(tmp_path / "resumed", tiny_model, *settings, "trainer.resume_mode=resume_path", start)
+    left = [position for step in (3, 4) for position in learnt[step]]
+    assert sorted(left) == sorted(position for step in (3, 4) for position in rows[step])
 
 
 @pytest.mark.parametrize(
