@@ -153,7 +153,7 @@ class RolloutRole(Role):
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         """Returns a response to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout beside its
         own."""
-        return joined(self._answers(self.shares(prompts, sampling, seed)))
+        return join_answers(self._answers(self.shares(prompts, sampling, seed)))
 
     def shares(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> list[tuple]:
         """Deals out prompts: an engine gets as many rows as another, or one more, as how long responses will be is not
@@ -174,7 +174,7 @@ class RolloutRole(Role):
         return {name: max(certificate[name] for certificate in certificates) for name in certificates[0]}
 
 
-def joined(answers: Sequence[DataProto]) -> DataProto:
+def join_answers(answers: Sequence[DataProto]) -> DataProto:
     """Joins the rows that engines have answered, of which some had none."""
     return join_rows([*filter(len, answers)] or answers[:1])
 

@@ -23,7 +23,7 @@ from training.episode_rows import check_failures
 from training.metric_utils import timer
 from training.ray_trainer import Metrics, RayPPOTrainer, Rollouts
 from training.reward import reward_metrics
-from workers.group import joined
+from workers.group import join_answers
 
 GROUPS = "groups.jsonl"
 
@@ -38,7 +38,7 @@ class AsyncRollout(ApartRollout):
     def _answers(self, shares: Sequence[tuple]) -> list[DataProto]:
         call, done = self.begin(shares), {}
         while not done:
-            done = self.finished([call])
+            done = self.take_finished([call])
         return done[call]
 
     def begin(self, shares: Sequence[tuple]) -> int:
@@ -48,7 +48,7 @@ class AsyncRollout(ApartRollout):
         self.group.submit("generator", "begin", [(call, *share) for share in shares]).result()
         return call
 
-    def finished(self, calls: Sequence[int]) -> dict[int, list[DataProto]]:
+    def take_finished(self, calls: Sequence[int]) -> dict[int, list[DataProto]]:
         """Waits a moment; returns the answers to those of `calls` that are whole, once, by rank."""
         taken = self.group.submit("generator", "take", [(calls,)] * self.group.size).result()
         for rank, call, rows in ((rank, *item) for rank, part in enumerate(taken) for item in part.items()):
@@ -195,8 +195,8 @@ class FirstCome(Ahead):
 
     def look(self) -> None:
         """Waits a moment, and notes the groups that are finished."""
-        for call, answers in self.rollout.finished([*self.coming]).items():
-            self.done[self.coming.pop(call)] = joined(answers)
+        for call, answers in self.rollout.take_finished([*self.coming]).items():
+            self.done[self.coming.pop(call)] = join_answers(answers)
 
     def state(self) -> dict[str, Any]:
         positions: dict[int, list[int]] = {}
