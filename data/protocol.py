@@ -342,7 +342,9 @@ def object_array(rows: Sequence[Any]) -> np.ndarray:
 
 
 def join_rows(pieces: Sequence[DataProto]) -> DataProto:
-    """Joins rows of which some have object columns that others lack, as other episodes have them: None in these."""
+    """Joins rows of which some have object columns that others lack, as other episodes have them: None in these.
+    Pieces without rows are left out, unless there is no other."""
+    pieces = [*filter(len, pieces)] or pieces[:1]
     names = dict.fromkeys(name for piece in pieces for name in piece.non_tensor_batch)
     for piece in pieces:
         missing = {name: object_array([None] * len(piece)) for name in names if name not in piece.non_tensor_batch}

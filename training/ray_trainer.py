@@ -40,15 +40,11 @@ MOST_REFUSED = 3  # whole mini-batches that are kept for study
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Scored responses to the prompts of a step, with metrics of how they came about.
-
-    Attributes:
-        left_out: rows that were drawn, and that the step does not learn from.
-    """
+    """Scored responses to the prompts of a step, with metrics of how they came about."""
 
     batch: DataProto
     metrics: Metrics
-    left_out: DataProto | None = None
+    left_out: DataProto | None = None  # rows that were drawn, and that the step does not learn from
 
 
 class RayPPOTrainer(Run):

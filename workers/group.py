@@ -151,13 +151,11 @@ class RolloutRole(Role):
     workers_per_engine: int = 1
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
-        """Returns a response to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout beside its
-        own."""
-        return join_answers(self._answers(self.shares(prompts, sampling, seed)))
+        """Answers each row of `prompts` (column raw_prompt_ids); returns the columns of a rollout beside its own."""
+        return join_rows(self._answers(self.shares(prompts, sampling, seed)))
 
     def shares(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> list[tuple]:
-        """Deals out prompts: an engine gets as many rows as another, or one more, as how long responses will be is not
-        known."""
+        """Deals prompts out, to an engine as many as to another, or one more: nobody knows how long responses will be."""
         parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine // self.peers)
         no_rows = [prompts[0:0]] * (self.workers_per_engine - 1)
         first_rows, episodes = accumulate(map(len, parts), initial=0), are_episodes(prompts)
@@ -172,11 +170,6 @@ class RolloutRole(Role):
         that they do: rollout/weight_version, and, if it was probed, rollout/sync_max_logprob_diff."""
         certificates = self.all("update_weights", version)
         return {name: max(certificate[name] for certificate in certificates) for name in certificates[0]}
-
-
-def join_answers(answers: Sequence[DataProto]) -> DataProto:
-    """Joins the rows that engines have answered, of which some had none."""
-    return join_rows([*filter(len, answers)] or answers[:1])
 
 
 def roles_of(pools: Mapping[str, Group], config: Config) -> dict[str, Role]:

@@ -23,7 +23,6 @@ from training.episode_rows import check_failures
 from training.metric_utils import timer
 from training.ray_trainer import Metrics, RayPPOTrainer, Rollouts
 from training.reward import reward_metrics
-from workers.group import join_answers
 
 GROUPS = "groups.jsonl"
 
@@ -196,7 +195,7 @@ class FirstCome(Ahead):
     def look(self) -> None:
         """Waits a moment, and notes the groups that are finished."""
         for call, answers in self.rollout.take_finished([*self.coming]).items():
-            self.done[self.coming.pop(call)] = join_answers(answers)
+            self.done[self.coming.pop(call)] = join_rows(answers)
 
     def state(self) -> dict[str, Any]:
         positions: dict[int, list[int]] = {}
