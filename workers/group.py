@@ -155,7 +155,7 @@ class RolloutRole(Role):
         return join_rows(self._answers(self.shares(prompts, sampling, seed)))
 
     def shares(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> list[tuple]:
-        """Deals prompts out, to an engine as many as to another, or one more: nobody knows how long responses will be."""
+        """Deals out prompts, as many to each engine, or one more, as how long responses will be is not known."""
         parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine // self.peers)
         no_rows = [prompts[0:0]] * (self.workers_per_engine - 1)
         first_rows, episodes = accumulate(map(len, parts), initial=0), are_episodes(prompts)
