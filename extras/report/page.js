@@ -66,9 +66,9 @@
       make("span", {}, make("i", { className: "line", style: `border-top:3px ${line} ${colour}` }), name);
     const place = box("plot"), legend = drawing.legend && box("legend", drawing.legend.map(entry));
     charts.draw(place, spec, drawing);
-    const save = () => {
-      const href = URL.createObjectURL(new Blob([charts.csv(drawing)], { type: "text/csv" }));
-      make("a", { href, download: `${title.replace(/[^\w.-]+/g, "_")}.csv` }).click();
+    const save = (blob, ending) => {
+      const href = URL.createObjectURL(blob);
+      make("a", { href, download: `${title.replace(/[^\w.-]+/g, "_")}.${ending}` }).click();
       setTimeout(() => URL.revokeObjectURL(href), 1000);
     };
     const turn = ({ target }) => {
@@ -77,8 +77,11 @@
       charts.draw(place, isLog ? charts.logarithmic(spec) : spec, drawing);
     };
     const log = make("button", { onclick: turn, ariaPressed: "false", title: "values above zero" }, "log y");
-    const csv = make("button", { onclick: save, title: "its points, as a file" }, "CSV");
-    return box("chart card", box("bar", make("h3", {}, title), legend && box("end", log, csv)), legend, place);
+    const saveRows = () => save(new Blob([charts.csv(drawing)], { type: "text/csv" }), "csv");
+    const savePicture = async () => save(await charts.png(place, title), "png");
+    const csv = make("button", { onclick: saveRows, title: "its points, as a file" }, "CSV");
+    const png = make("button", { onclick: savePicture, title: "its picture, as a file" }, "PNG");
+    return box("chart card", box("bar", make("h3", {}, title), legend && box("end", log, csv, png)), legend, place);
   };
   const specOf = (id) => data.charts.find((chart) => chart.id === id).spec;
   const fixedCharts = (hidden) =>
@@ -125,9 +128,28 @@
     return box("stack", compared, box("columns", shown), box("columns", told));
   };
 
+  // Two controls of all charts, those of the summary too: how much is smoothed, and what is on the x axis.
+  const smoothing = () => {
+    const told = make("output", {}, "10 %");
+    const turn = ({ target }) => {
+      charts.smooth(Number(target.value));
+      told.textContent = `${target.value} %`;
+    };
+    const traits = { type: "range", min: 0, max: 30, step: 5, value: 10, oninput: turn };
+    const title = "a curve is the mean over so many of its steps, around each; its points are faint";
+    return make("label", { className: "range", title }, "smoothing", make("input", traits), told);
+  };
+  const axis = () => {
+    const options = ["step", "time"].map((name) => make("option", {}, name));
+    const turn = ({ target }) => charts.turnToTime(target.value === "time");
+    return make("label", { className: "range" }, "x axis", make("select", { onchange: turn }, options));
+  };
+
   const curves = () => {
     const fixed = box("grid"), own = box("grid"), names = box("chips"), hidden = new Set(), chosen = new Set();
+    const along = axis();
     const redraw = () => {
+      along.control.disabled = !data.metrics["training/seconds"];
       fixed.replaceChildren(...fixedCharts(hidden));
       redrawOwn();
     };
@@ -155,7 +177,7 @@
     const chips = box("chips");
     const chip = (run, number) =>
       make("button", { ariaPressed: String(!hidden.has(number)), onclick: toggle(hidden, number, redraw) }, run.name);
-    const section = box("stack", box("bar", search, chips), names, own, fixed);
+    const section = box("stack", box("bar", search, smoothing(), along, chips), names, own, fixed);
     section.renew = redraw;
     redraw();
     return section;

@@ -54,6 +54,7 @@ def report(runs: list[Path]) -> Path:
 @pytest.mark.parametrize("width", [400, 1600])
 def test_each_tab_fits_its_window_and_each_chart_is_drawn(browser, report, width, dark):
     browser.open(report, width, dark)
+    browser.see("nav a")  # on a busy machine a page is there before its script has run
     drawn = []
     for tab in browser.texts("nav a"):
         browser.turn_to(tab)
@@ -81,6 +82,45 @@ def test_the_points_of_a_chart_are_saved_as_csv(browser, report):
     browser.run("HTMLAnchorElement.prototype.click = function () { window.saved = this.download; }")
     browser.click(".chart button", "CSV")
     assert browser.run("return window.saved") == "Validation.csv"
+
+
+def test_a_chart_is_saved_as_a_picture_that_is_drawn(browser, report):
+    browser.open(report, dark=True)
+    browser.run("""
+        HTMLAnchorElement.prototype.click = async function () {
+          const image = await createImageBitmap(window.blob), canvas = document.createElement("canvas");
+          const context = Object.assign(canvas, { width: image.width, height: image.height }).getContext("2d");
+          context.drawImage(image, 0, 0);
+          const { data } = context.getImageData(0, 0, image.width, image.height);
+          const colours = new Set(new Uint32Array(data.buffer)).size;
+          window.saved = [this.download, image.width, colours, [...data.slice(0, 4)]];
+        };
+        const made = URL.createObjectURL;
+        URL.createObjectURL = (blob) => made.call(URL, (window.blob = blob));
+    """)
+    browser.click(".chart button", "PNG")
+    name, width, colours, corner = browser.wait(lambda: browser.run("return window.saved"))
+    assert name == "Validation.png" and width > 1200 and colours > 50 and corner == [255] * 4
+
+
+def test_all_charts_are_smoothed_and_turned_to_the_time_by_the_keyboard(browser, report):
+    pictures = "return [...document.querySelectorAll('.plot canvas')].map((canvas) => canvas.toDataURL())"
+    browser.open(report)
+    browser.drawn()
+    browser.turn_to("Curves")
+    browser.drawn()
+    before = browser.run(pictures)
+    browser.run("document.querySelector('input[type=range]').focus()")
+    browser.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    browser.see("output", "20 %")
+    browser.wait(lambda: sum(a != b for a, b in zip(browser.run(pictures), before, strict=True)) > 2)
+    browser.press(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    browser.see("output", "10 %")
+    browser.wait(lambda: browser.run(pictures) == before)
+    browser.press(Keys.TAB, "t")
+    browser.wait(lambda: all(a != b for a, b in zip(browser.run(pictures), before, strict=True)))
+    browser.point(browser.see(".plot canvas"))
+    browser.wait(lambda: "time" in browser.see("#vg-tooltip-element").text)
 
 
 def test_a_chart_has_a_logarithmic_axis_if_asked(browser, report):

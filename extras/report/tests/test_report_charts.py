@@ -48,6 +48,18 @@ def test_the_mean_is_over_a_tenth_of_the_points_at_the_ends_too():
     assert [item["opacity"] for item in drawn["legend-symbol"][0]] == [1]
 
 
+def test_a_mean_is_as_wide_as_is_asked():
+    spec = specs()["metric"]
+    values = np.arange(40.0) ** 2
+    for percent, width in ((0, 1), (30, 13)):
+        asked = spec | {"params": [{"name": "smoothing", "value": percent}]}
+        drawn = layers(asked, curve_rows({"a": [*enumerate(values)]}))
+        [raw], [smooth] = drawn["layer_0_marks"], drawn["layer_3_marks"]
+        slope, offset = np.polyfit(heights(raw), values, 1)
+        near = values[20 - width // 2 : 21 + width // 2]
+        assert len(near) == width and (slope * heights(smooth) + offset)[20] == pytest.approx(np.mean(near))
+
+
 def test_few_points_are_marked_and_not_smoothed_and_gaps_are_left_out():
     curves = {"reward": [(s, np.nan if s == 3 else s) for s in range(40)], "val": [(0, 5.0), (20, 1.0), (39, 7.0)]}
     assert len(curve_rows(curves)) == 39 + 3  # JSON has no NaN

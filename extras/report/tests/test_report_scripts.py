@@ -60,8 +60,22 @@ def test_bars_that_are_means_are_called_so():
 
 
 def test_the_points_of_a_chart_are_csv():
-    rows = [{"run": 'a "b", c', "series": "kl", "step": 1, "value": 0.5}]
-    assert run("charts.csv(given[0])", {"rows": rows}) == 'run,series,step,value\n"a ""b"", c","kl",1,0.5\n'
+    rows = [{"run": 'a "b", c', "series": "kl", "step": 1, "seconds": None, "value": 0.5}]
+    assert run("charts.csv(given[0])", {"rows": rows}) == 'run,series,step,seconds,value\n"a ""b"", c","kl",1,,0.5\n'
+
+
+def test_a_point_is_at_the_time_of_its_step_in_the_record_of_its_run():
+    metrics = {
+        "training/seconds": [{"run": 1, "steps": [1, 3, 5], "values": [100, 500, 600]}],
+        "kl": [{"run": number, "steps": [0, 1, 2, 5, 6], "values": [0.5] * 5} for number in (0, 1)],
+    }
+    runs = [{"name": name, "group": "g"} for name in "ab"]
+    drawing = run("charts.curves(given[0], ['kl'])", {"metrics": metrics, "runs": runs})
+    assert [row["seconds"] for row in drawing["rows"]] == [None] * 5 + [None, 100, 300, 600, None]
+    assert drawing["unit"] == {"name": "minutes", "seconds": 60}
+    draw = "charts.draw({ style: {} }, given[0], given[1])"
+    spec = run(f"(charts.turnToTime(true), {draw}, embedded)", specs()["metric"], drawing)
+    assert spec["encoding"]["x"]["field"] == "time" and spec["encoding"]["x"]["title"] == "minutes of training"
 
 
 @pytest.mark.parametrize(("dark", "least", "most"), [(False, 0.2, 0.4), (True, 0.7, 0.9)], ids=["light", "dark"])
