@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,14 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, notice
 from configs.schema import Config, TrainerConfig
 from data.files import read_metrics
 from data.types import Observer
 from tests.forked import python
 from tests.runs import files_of_at_most
 from training import tracking
-from training.tracking import METRICS_FILE, Observers, observers_of
+from training.metric_utils import timer
+from training.tracking import METRICS_FILE, Observers, console_line, observers_of
 
 ROOT = Path(__file__).parent.parent
 OF_EXTRAS = ("extras.report.observer", "extras.watch.health")
@@ -319,3 +321,49 @@ raise RuntimeError("out of memory")
     assert "RuntimeError: out of memory" in output
     assert output.count(HIDE_CURSOR) == output.count(SHOW_CURSOR) == 1
     assert output.rindex(SHOW_CURSOR) > output.rindex("step 2/10")
+
+
+def test_on_a_terminal_a_stage_that_takes_long_says_so_until_it_is_over_but_not_over_a_debugger(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    program = f"""
+import bdb, time
+from tests.test_tracking import start
+from training import tracking
+from training.metric_utils import timer
+tracking.LONG_SECONDS = 1.0
+track = start({str(tmp_path)!r}, "console")
+with timer("testing", {{}}), timer("gen", {{}}):
+    time.sleep(2.5)
+track.log(1, {{"x": 1.0}})
+with timer("step", {{}}), timer("gen", {{}}):
+    time.sleep(2.5)
+with timer("reward", {{}}):
+    exec("import time; time.sleep(2.5)", {{"__name__": "bdb"}})
+track.observers.ended(None)
+"""
+    status, output = run_on_a_terminal(program)
+    assert status == 0 and output.count(HIDE_CURSOR) == output.count(SHOW_CURSOR) == 1
+    assert re.search(r"validation for [12] s.*step 1/10 .*step 1/10  generation for [12] s", output, re.DOTALL)
+    assert "reward for" not in output
+
+
+def test_a_log_is_told_of_a_stage_that_takes_long_once_it_is_silent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tracking, "SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(tracking, "PLAIN_LINE_SECONDS", 0.0)
+    with start(tmp_path, "console") as track:
+        with timer("testing", {}):
+            time.sleep(3.2)
+        with timer("gen", {}):
+            time.sleep(1.2)
+            notice("rank 1 is waited for")
+            time.sleep(1.2)
+        track.log(1, {"x": 1.0})
+    assert re.fullmatch(r"step 0/10  validation for [23] s\nstep 1/10\n", capsys.readouterr().out)
+
+
+def test_a_run_without_observers_tells_of_its_stages_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tracking, "SILENT_SECONDS", 0.5)
+    with console_line(Namespace(global_step=4, total_steps=9)), timer("testing", {}):
+        time.sleep(1.3)
+    assert capsys.readouterr().out == "step 4/9  validation for 1 s\n"

@@ -181,13 +181,17 @@ def compute_step_metrics(
     }
 
 
+stages_begun: dict[str, float] = {}  # by time.perf_counter(), of the stages that run now; the outermost is the first
+
+
 @contextmanager
 def timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
     """Adds the seconds that its body takes to `timing_raw[name]`, also when the body raises."""
-    start = time.perf_counter()
+    start = stages_begun[name] = time.perf_counter()
     try:
         yield
     finally:
+        stages_begun.pop(name, None)
         timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
 
 

@@ -7,23 +7,29 @@ import atexit
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from configs import errors
 from configs.errors import ConfigError
 from configs.extras import TABLE, find, present
 from data.files import FolderLost, append, json_line, read_metrics, rewrite
 from data.protocol import DataProto
 from data.types import Observer
+from training.metric_utils import stages_begun
 
 METRICS_FILE = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
+LONG_SECONDS = 10.0  # of a stage, from which on a terminal tells how long it has run
+SILENT_SECONDS = 60.0  # without a line, after which a log is told so
+STAGES_IN_WORDS = {"testing": "validation", "gen": "generation"}
 IN_WORDS = {"acc": "success"}  # verl's name → what people read
 
 # What the console shows of a step: a template, and the metric or metrics that fill it.
@@ -162,27 +168,31 @@ class Record(Observer):
 
 
 class ConsoleLine(Observer):
-    """The numbers that matter: under a progress bar on a terminal, else as a plain line now and then.
+    """The numbers that matter: beside a progress bar on a terminal, else as a plain line now and then.
 
-    The bar is drawn by `stepped` alone (no thread that would paint over a debugger), and what other code prints in the
-    meantime appears above it.
+    What other code prints in the meantime appears above the bar. A thread tells of a stage that takes long: on a
+    terminal by its seconds, in a log by a line after a minute without any.
     """
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
         self.last_line = -math.inf
+        self.line = ""  # of the last step, as it is beside the bar
         self.step_seconds: list[float] = []
         self.validation_seconds = 0.0
         self.validation: str | None = None
         self.progress: Progress | None = None
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._tell_of_stages, daemon=True)
 
     def started(self, step: int) -> None:
         console = Console()
         if sys.stdout.isatty() and console.is_interactive:
             columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
             self.progress = Progress(*columns, console=console, auto_refresh=False)
-            self.task = self.progress.add_task("", total=self.run.total_steps)
+            self.task = self.progress.add_task("", total=self.run.total_steps, completed=step)
             atexit.register(self.progress.stop)  # a bar that is never closed would leave the cursor hidden
+        self.thread.start()
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         validation = validation_headline(metrics)
@@ -190,19 +200,45 @@ class ConsoleLine(Observer):
         self.validation_seconds = metrics.get("timing_s/testing", self.validation_seconds)
         if validation:
             self.validation = f"{validation} at step {step}"
-        line = "  ".join(self._headlines(step, metrics))
+        self.line = "  ".join(self._headlines(step, metrics))
         now = time.monotonic()
         if self.progress:
-            self.progress.start()
-            self.progress.update(self.task, completed=step, description=line, refresh=True)
+            self._draw(self.line, completed=step)
         elif validation or step == self.run.total_steps or now - self.last_line >= PLAIN_LINE_SECONDS:
-            print(line, flush=True)
-            self.last_line = now
+            self._print(self.line)
 
     def ended(self, error: BaseException | None) -> None:
+        self.over.set()
+        if self.thread.is_alive():
+            self.thread.join()
         if self.progress:
             self.progress.stop()
             atexit.unregister(self.progress.stop)
+
+    def _print(self, line: str) -> None:
+        print(line, flush=True)
+        self.last_line = time.monotonic()
+
+    def _draw(self, description: str, **change: Any) -> None:
+        self.progress.start()
+        self.progress.update(self.task, description=description, refresh=True, **change)
+
+    def _tell_of_stages(self) -> None:
+        """Says every second, until the run is over, for how long the present stage has run, if that is long."""
+        while not self.over.wait(1.0):
+            stage, seconds = present_stage()
+            if self.progress and not is_debugged():
+                told = f"{stage} for {seconds:.0f} s" if seconds >= LONG_SECONDS else ""
+                description = "  ".join(filter(None, (self.line, told)))
+                if description != self.progress.tasks[0].description:
+                    self._draw(description)
+            elif not self.progress and seconds > SILENT_SECONDS and self._is_silent():
+                self._print(f"step {self.run.global_step}/{self.run.total_steps}  {stage} for {seconds:.0f} s")
+
+    def _is_silent(self) -> bool:
+        """Says whether neither a line nor a notice, such as of a worker that is waited for, has been printed lately."""
+        noticed = errors.latest[-1].created if errors.latest else -math.inf
+        return time.monotonic() - self.last_line > SILENT_SECONDS and time.time() - noticed > SILENT_SECONDS
 
     def _headlines(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
         yield f"step {step}/{self.run.total_steps}"
@@ -217,6 +253,32 @@ class ConsoleLine(Observer):
             validations = -(-total // frequency) - step // frequency if frequency > 0 else 0
             seconds = median(self.step_seconds) * (total - step) + self.validation_seconds * validations
             yield f"eta {short_duration(seconds)}"
+
+
+@contextmanager
+def console_line(run: Any) -> Iterator[None]:
+    """Tells of the stages of a run that has no observers, while the context is open."""
+    console = ConsoleLine(run)
+    console.started(run.global_step)
+    try:
+        yield
+    finally:
+        console.ended(None)
+
+
+def present_stage() -> tuple[str, float]:
+    """Returns the outermost stage of the present step, in words, and the seconds that it has run so far."""
+    stages = [(name, began) for name, began in stages_begun.copy().items() if name != "step"]
+    name, began = stages[0] if stages else ("", time.perf_counter())
+    return STAGES_IN_WORDS.get(name, name), time.perf_counter() - began
+
+
+def is_debugged() -> bool:
+    """Says whether the main thread is in a debugger, over whose prompt nothing may be painted."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame and frame.f_globals.get("__name__") != "bdb":
+        frame = frame.f_back
+    return frame is not None
 
 
 def validation_headline(data: Mapping[str, float]) -> str | None:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from rich.progress import Progress
+from rich.progress import Progress, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural, sampling
@@ -85,7 +85,8 @@ def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: R
             rollout = StandaloneRollout(config.model, config.rollout, tokenizer, config.trainer.n_threads)
         known = f", {len(table)} of them answered already" if len(table) else ""
         print(f"{plural(total, 'prompt')}{known}; sampling {sampling(config.rollout)}.")
-        with closing(rollout.engine), Progress() as progress:
+        columns = *Progress.get_default_columns(), TimeElapsedColumn()
+        with closing(rollout.engine), Progress(*columns) as progress:
             task = progress.add_task("prompts answered", total=total, completed=len(table))
             while len(table) < total:
                 rows = range(len(table), min(len(table) + data.batch_size, total))
