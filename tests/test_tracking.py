@@ -25,7 +25,7 @@ from tests.forked import python
 from tests.runs import files_of_at_most
 from training import tracking
 from training.metric_utils import timer
-from training.tracking import METRICS_FILE, Observers, console_line, observers_of
+from training.tracking import METRICS_FILE, Observers, observers_of
 
 ROOT = Path(__file__).parent.parent
 OF_EXTRAS = ("extras.report.observer", "extras.watch.health")
@@ -362,8 +362,8 @@ def test_a_log_is_told_of_a_stage_that_takes_long_once_it_is_silent(tmp_path, ca
     assert re.fullmatch(r"step 0/10  validation for [23] s\nstep 1/10\n", capsys.readouterr().out)
 
 
-def test_a_run_without_observers_tells_of_its_stages_too(tmp_path, capsys, monkeypatch):
+def test_a_run_that_only_validates_tells_of_it_too(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tracking, "SILENT_SECONDS", 0.5)
-    with console_line(Namespace(global_step=4, total_steps=9)), timer("testing", {}):
+    with start(tmp_path).observers.validating():
         time.sleep(1.3)
-    assert capsys.readouterr().out == "step 4/9  validation for 1 s\n"
+    assert capsys.readouterr().out == "step 0/10  validation for 1 s\n"

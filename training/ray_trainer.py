@@ -34,7 +34,6 @@ from training.mini_batches import PolicyUpdates, Update, mini_batches, rows_by_p
 from training.reward import RewardManager, add_scores, concat_scored, reward_metrics
 from training.roles import columns_read, stages
 from training.run import Metrics, Run
-from training.tracking import console_line
 
 MOST_REFUSED = 3  # whole mini-batches that are kept for study
 
@@ -111,9 +110,8 @@ class RayPPOTrainer(Run):
         if not self.config.trainer.val_only:
             return super().fit()
         self.resume()
-        with console_line(self), timer("testing", self.timing):
-            self.validate()
-        print("\n".join(f"  {name}: {value:.6g}" for name, value in self.validation.items()))
+        with self.observers.validating():
+            print("\n".join(f"  {name}: {value:.6g}" for name, value in self.validate().items()))
         return self.validation
 
     def step(self) -> tuple[DataProto, Metrics]:

@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median
@@ -17,13 +18,12 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from configs import errors
-from configs.errors import ConfigError
+from configs.errors import ConfigError, latest
 from configs.extras import TABLE, find, present
 from data.files import FolderLost, append, json_line, read_metrics, rewrite
 from data.protocol import DataProto
 from data.types import Observer
-from training.metric_utils import stages_begun
+from training.metric_utils import stages_begun, timer
 
 METRICS_FILE = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
@@ -70,6 +70,15 @@ class Observers(Observer):
     def validated(self, step: int, batches: Sequence[DataProto], metrics: Mapping[str, float]) -> None:
         for observer in self.others:
             observer.validated(step, batches, metrics)
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Tells on the console for how long a validation has run that is all the run does."""
+        console = ConsoleLine(self.run)
+        with timer("testing", {}), ExitStack() as stack:
+            stack.callback(console.ended, None)
+            console.started(0)
+            yield
 
     def ended(self, error: BaseException | None) -> None:
         with ExitStack() as stack:
@@ -176,7 +185,7 @@ class ConsoleLine(Observer):
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
-        self.last_line = -math.inf
+        self.last_line = -math.inf  # by time.time(), as notices are
         self.line = ""  # of the last step, as it is beside the bar
         self.step_seconds: list[float] = []
         self.validation_seconds = 0.0
@@ -201,11 +210,11 @@ class ConsoleLine(Observer):
         if validation:
             self.validation = f"{validation} at step {step}"
         self.line = "  ".join(self._headlines(step, metrics))
-        now = time.monotonic()
         if self.progress:
             self._draw(self.line, completed=step)
-        elif validation or step == self.run.total_steps or now - self.last_line >= PLAIN_LINE_SECONDS:
-            self._print(self.line)
+        elif validation or step == self.run.total_steps or time.time() - self.last_line >= PLAIN_LINE_SECONDS:
+            print(self.line, flush=True)
+            self.last_line = time.time()
 
     def ended(self, error: BaseException | None) -> None:
         self.over.set()
@@ -214,10 +223,6 @@ class ConsoleLine(Observer):
         if self.progress:
             self.progress.stop()
             atexit.unregister(self.progress.stop)
-
-    def _print(self, line: str) -> None:
-        print(line, flush=True)
-        self.last_line = time.monotonic()
 
     def _draw(self, description: str, **change: Any) -> None:
         self.progress.start()
@@ -232,13 +237,10 @@ class ConsoleLine(Observer):
                 description = "  ".join(filter(None, (self.line, told)))
                 if description != self.progress.tasks[0].description:
                     self._draw(description)
-            elif not self.progress and seconds > SILENT_SECONDS and self._is_silent():
-                self._print(f"step {self.run.global_step}/{self.run.total_steps}  {stage} for {seconds:.0f} s")
-
-    def _is_silent(self) -> bool:
-        """Says whether neither a line nor a notice, such as of a worker that is waited for, has been printed lately."""
-        noticed = errors.latest[-1].created if errors.latest else -math.inf
-        return time.monotonic() - self.last_line > SILENT_SECONDS and time.time() - noticed > SILENT_SECONDS
+            said = max(self.last_line, latest[-1].created if latest else -math.inf)  # a notice names who is waited for
+            if not self.progress and seconds > SILENT_SECONDS and time.time() - said > SILENT_SECONDS:
+                print(f"step {self.run.global_step}/{self.run.total_steps}  {stage} for {seconds:.0f} s", flush=True)
+                self.last_line = time.time()
 
     def _headlines(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
         yield f"step {step}/{self.run.total_steps}"
@@ -255,17 +257,6 @@ class ConsoleLine(Observer):
             yield f"eta {short_duration(seconds)}"
 
 
-@contextmanager
-def console_line(run: Any) -> Iterator[None]:
-    """Tells of the stages of a run that has no observers, while the context is open."""
-    console = ConsoleLine(run)
-    console.started(run.global_step)
-    try:
-        yield
-    finally:
-        console.ended(None)
-
-
 def present_stage() -> tuple[str, float]:
     """Returns the outermost stage of the present step, in words, and the seconds that it has run so far."""
     stages = [(name, began) for name, began in stages_begun.copy().items() if name != "step"]
@@ -275,10 +266,8 @@ def present_stage() -> tuple[str, float]:
 
 def is_debugged() -> bool:
     """Says whether the main thread is in a debugger, over whose prompt nothing may be painted."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame and frame.f_globals.get("__name__") != "bdb":
-        frame = frame.f_back
-    return frame is not None
+    stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+    return any(frame.f_globals.get("__name__") == "bdb" for frame, _ in stack)
 
 
 def validation_headline(data: Mapping[str, float]) -> str | None:
