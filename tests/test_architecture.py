@@ -37,6 +37,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "configs/import_utils.py": "names the user's file that failed to load",
         "training/reward.py": "names the line of the user's reward",
         "extras/loggers/trackers.py": "a service that does not start, each by errors of its own, is said in one line",
+        "extras/overlap/generator.py": "hands on to whoever waits what a change of weights has raised",
         "extras/rules/reasoning_gym.py": "an answer that breaks the scorer of a task is none",
         "extras/sandbox/child.py": "what a policy's program raises is its output",
         "extras/scorers/program.py": "answers what the user's reward raised, in a process of its own",

@@ -108,7 +108,11 @@ class ReloadingEngine(AsyncEngine):
         so_far = engine.tokens_so_far(dict.fromkeys(self.in_engine, 0))
         engine.abort(self.in_engine)
         engine.forget({request.episode for request in self.in_engine.values()} | self.between_turns)
-        done.set_result(load())
+        try:
+            done.set_result(load())
+        except BaseException as error:
+            done.set_exception(error)
+            raise
         for number, request in self.in_engine.items():
             if number in so_far and so_far[number][0]:
                 self.drawn.setdefault(number, []).append((*so_far[number], version))

@@ -20,6 +20,7 @@ from extras.overlap.generator import ReloadingEngine
 from extras.overlap.tests.test_overlap import APART, assert_same_weights, trained
 from tests.runs import compose, needs_vllm
 from training.ray_trainer import RayPPOTrainer
+from workers.engine_pump import EngineError
 from workers.models import load_causal_lm
 from workers.rollout import Rollout, build_rollout, load_rollout_class
 
@@ -88,6 +89,25 @@ def test_every_token_is_of_the_weights_that_it_is_marked_with(wide_headed_model:
     again = answers(ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), **files), 0, load)
     assert [vars(one) | {"id": 0} for one in again] == [vars(one) | {"id": 0} for one in drawn]
     assert (tmp_path / "again").read_text() == (tmp_path / "record").read_text()
+
+
+def test_a_change_of_weights_that_fails_is_told_to_who_asked_and_to_clients(tiny_model: Path, tmp_path: Path):
+    model = load_causal_lm(ModelConfig(path=str(tiny_model)))
+    settings = RolloutConfig(name="hf", prompt_length=8, response_length=TOKENS)
+    engine = build_rollout(load_rollout_class("hf"), settings, AutoTokenizer.from_pretrained(tiny_model), model)
+    pump = ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), record=tmp_path / "record")
+    asked: Future = Future()
+
+    def load() -> None:
+        raise RuntimeError("the wire is cut")
+
+    async def run() -> None:
+        await pump.reload(1, load, asked)
+        with pytest.raises(EngineError, match="the wire is cut"):
+            await pump.complete([5, 6], SamplingParams(True, 1.0, -1, 1.0, TOKENS), 0, "row", False)
+
+    asyncio.run(run())
+    assert str(asked.exception()) == "the wire is cut"
 
 
 def test_without_staleness_a_run_is_the_synchronous_one(cluster, tiny_model, tmp_path):
