@@ -75,6 +75,9 @@ ENGINES = (
         "test_ray_group.py",
         "test_cluster.py",
         "test_golden.py",
+        "test_pools.py",
+        "test_overlap.py",
+        "test_fully_async.py",
         "test_extras.py::test_the_core_alone_trains_on_ray",
     ),
 )

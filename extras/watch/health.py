@@ -67,7 +67,8 @@ def say_length(config: Config, environment: Any) -> None:
 class MismatchAlarm:
     """Warns once when the mean |Δ log-prob| of a step is above `limit`, and again after a step that was not.
 
-    Steps that measure nothing (a critic's warm-up, an engine without log-probs) change nothing; None: never.
+    Steps that measure nothing (a critic's warm-up, an engine without log-probs) change nothing, nor do those that learn
+    from tokens of older weights (extras/overlap), which differ by design; None: never.
     """
 
     def __init__(self, limit: float | None) -> None:
@@ -76,7 +77,7 @@ class MismatchAlarm:
 
     def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Looks at a step's metrics."""
-        if self.limit is None or MEAN_MISMATCH not in metrics:
+        if self.limit is None or MEAN_MISMATCH not in metrics or metrics.get("staleness/max"):
             return
         too_far = not metrics[MEAN_MISMATCH] <= self.limit  # NaN is too far as well
         if too_far and not self.raised:

@@ -1,5 +1,6 @@
 """Pools apart and generation beside the update train as one pool does, and as their unbroken run, to the bit."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import main
 from configs.errors import ConfigError
 from extras.overlap.one_step_off import is_plain
-from tests.runs import compose, learning_metrics, short_run, state_files
+from tests.runs import compose, learning_metrics, needs_vllm, short_run, state_files
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = (f"{ROLLOUT}.nnodes=1", "trainer.n_threads=1")
@@ -31,24 +32,55 @@ def test_a_pool_of_its_own_generates_as_the_trainers_does(cluster, tiny_model, t
     assert_same_weights(tmp_path / "together", tmp_path / "apart")
 
 
+VLLM = f"{ROLLOUT}.name=vllm"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", pytest.param("vllm", marks=needs_vllm)])
+def test_a_pool_of_its_own_takes_adapters_and_has_vllm_sample_by_what_came(cluster, wide_headed_model, tmp_path, name):
+    settings = ["trainer.n_threads=1", *{"lora": ["actor_rollout_ref.model.lora_rank=2"], "vllm": [VLLM]}[name]]
+    settings.append("actor_rollout_ref.actor.optim.lr=1e-2")
+    together = trained(tmp_path / "together", wide_headed_model, "trainer.executor=ray", *settings)
+    apart = trained(tmp_path / "apart", wide_headed_model, *APART, *settings)
+    assert apart == together
+    assert_same_weights(tmp_path / "together", tmp_path / "apart")
+
+
 ALGORITHMS = {
     "bypass": ["algorithm.rollout_correction.bypass_mode=true"],
     "critic and reference": ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"],
     "refills": ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3"],
+    "resampling": ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"],
+    "reward model": ["reward_model.enable=true", "reward.reward_model.function_weight=1"],
+    "curriculum": [
+        "data.sampler.class_path=extras/curriculum/curriculum.py",
+        "data.sampler.class_name=SuccessRateSampler",
+    ],
     "episodes": ["env.mode=episode", f"{ROLLOUT}.response_length=40", "data.max_prompt_length=300"],
 }
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS])
-def test_a_run_that_is_a_step_off_goes_on_as_if_unbroken(cluster, tiny_model, tmp_path, algorithm):
-    settings = [*AHEAD, *ALGORITHMS[algorithm], "trainer.save_freq=1"]
-    unbroken = trained(tmp_path / "unbroken", tiny_model, *settings)
+def test_a_run_that_is_a_step_off_goes_on_as_if_unbroken(cluster, tiny_model, reward_model, tmp_path, algorithm):
+    settings = [*ALGORITHMS[algorithm], f"reward_model.model.path={reward_model}"]
+    assert_goes_on_as_if_unbroken(tmp_path, tiny_model, (1, 2, 3), *settings)
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_so_does_one_whose_engine_is_vllm(cluster, wide_headed_model, tmp_path):
+    assert_goes_on_as_if_unbroken(tmp_path, wide_headed_model, [2], VLLM)
+
+
+def assert_goes_on_as_if_unbroken(folder: Path, model: Path, breaks: Sequence[int], *more: str) -> None:
+    settings = [*AHEAD, *more, "trainer.save_freq=1"]
+    unbroken = trained(folder / "unbroken", model, *settings)
     assert [unbroken[step]["staleness/max"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
-    for step in (1, 2, 3):
-        start = f"trainer.resume_from_path={tmp_path}/unbroken/global_step_{step}"
-        resumed = trained(tmp_path / f"from_{step}", tiny_model, *settings, "trainer.resume_mode=resume_path", start)
+    for step in breaks:
+        start = f"trainer.resume_from_path={folder}/unbroken/global_step_{step}"
+        resumed = trained(folder / f"from_{step}", model, *settings, "trainer.resume_mode=resume_path", start)
         assert resumed == {number: unbroken[number] for number in range(step, 5)}
-        assert_same_weights(tmp_path / "unbroken", tmp_path / f"from_{step}")
+        assert_same_weights(folder / "unbroken", folder / f"from_{step}")
 
 
 @pytest.mark.parametrize(

@@ -159,3 +159,12 @@ def test_it_is_said_once_in_a_row_and_again_after_a_step_below(caplog):
     for value in (0.01, math.nan):
         alarm.check({MEAN_MISMATCH: value}, None)
     assert len(caplog.records) == 2
+
+
+def test_tokens_of_older_weights_are_no_mismatch(caplog):
+    alarm = MismatchAlarm(0.05)
+    for staleness in (1.0, 3.0):
+        alarm.check({MEAN_MISMATCH: 0.2, "staleness/max": staleness}, None)
+    assert not caplog.records
+    alarm.check({MEAN_MISMATCH: 0.2, "staleness/max": 0.0}, None)
+    assert len(caplog.records) == 1
