@@ -52,6 +52,7 @@ TABLE: dict[str, dict[str, str]] = {
     "reward": {  # load(settings, RewardRun) -> what scores a reward_view
         "manager": "extras.verl.managers:load",
         "functions": "training.reward_function:load",
+        "weighted": "extras.weighted.reward:load",
         "environment": "training.reward:load_environment",
         "model": "extras.reward_model.stage:load",
         "rules": "extras.rules.reward:load",

@@ -464,6 +464,13 @@ class FunctionsConfig(Frozen):
         """Names the reward that scores where nothing else is named, among the rewards of configs/extras.py."""
         return "rules"
 
+    @property
+    def scorer(self) -> str:
+        """Names the reward that scores where there is neither a manager nor an environment."""
+        if self.functions:
+            return "weighted"
+        return "functions" if self.custom_reward_function.path else self.fallback
+
     def source(self) -> str | None:
         """Returns the setting that names reward functions, with its value; None if nothing names one."""
         if self.functions:

@@ -33,13 +33,13 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_600,
-    "core files": 81,
+    "core lines": 18_440,
+    "core files": 80,
     "product lines": 36_500,
     "scripts and benchmarks": 2_600,
     "names in training/": 18,
     "names in workers/": 22,
-    "names in data/": 17,
+    "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 34,

@@ -75,7 +75,7 @@ def load_reward_manager(
             f"reward.reward_kwargs has {', '.join(unread)}, which only a reward.reward_manager of yours reads: a "
             "function has reward.custom_reward_function.reward_kwargs."
         )
-    if name == "functions" and environment is not None:
+    if name != "environment" and environment is not None:
         notice_once(f"{config.source()} scores the responses, {config.reward_manager.path} and the environment do not.")
     return find("reward", name)(config, RewardRun(tokenizer, environment, run_config))
 
@@ -84,9 +84,7 @@ def reward_of(config: RewardConfig, environment: Any | None) -> str:
     """Names the reward that scores; configs/checks.py refuses two that are named together."""
     if environment is None and config.reward_manager != RewardManagerConfig():
         return "manager"
-    if config.source() is not None:
-        return "functions"
-    return config.fallback if environment is None else "environment"
+    return "environment" if environment is not None and config.source() is None else config.scorer
 
 
 def load_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:

@@ -1,4 +1,4 @@
-"""Calls reward functions, one or several with weights, as a reward manager, and reads what they return.
+"""Calls a reward function as a reward manager.
 
 A function's form is read from its signature, and it is given the arguments that it names. They come from a
 `reward_view` (training/reward.py), a row for each response.
@@ -6,10 +6,8 @@ A function's form is read from its signature, and it is given the arguments that
 
 import inspect
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -17,13 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError, nearest_by_last_part
 from configs.extras import find
 from configs.import_utils import bind, callable_name, is_setting, load_extern_object, required_arguments
-from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig, WeightedFunctionConfig
+from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.chat import as_messages
 from data.concurrency import run_all
 from data.protocol import DataProto
-from data.rows import RUN_COLUMNS
 from data.types import NotScored, Row
-from training.reward import parse_scores
+from training.reward import RewardRun
 
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
@@ -46,8 +43,6 @@ FACTS = frozenset(("split", "messages", "response_ids", "end_reason", "group", "
 SERVED = ("reward_router_address", "reward_model_tokenizer")  # verl's arguments about a judge that it serves
 VERL_ARGUMENTS = 4
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-NOT_MINE = NotScored("not mine", "it returned None")  # of one of several functions
-NO_PART = NotScored("error", "all functions returned None")
 # What the log and the records of samples call the scores of a run and the texts beside them.
 TAKEN = frozenset(("score", "reward", "rm_score", "function_score", "step", "input", "output", "gts", "turns", "rows"))
 
@@ -125,7 +120,6 @@ class FunctionReward:
         reward_kwargs: passed on to every call; they win over what the caller passes.
         max_concurrent, timeout: limits of an async function that is called in this process.
         key: the setting that names it.
-        data_sources: of which responses are scored; the others' results are None. Empty: of all.
 
     Raises:
         ValueError: the signature has none of the forms, or does not go with `reward_kwargs`.
@@ -140,11 +134,9 @@ class FunctionReward:
         max_concurrent: int = ScoringConfig.max_concurrent,
         timeout: float | None = None,
         key: str = "reward.custom_reward_function",
-        data_sources: Sequence[str] = (),
     ) -> None:
         self.function, self.tokenizer, self.reward_kwargs = function, tokenizer, reward_kwargs or {}
         self.caller: Caller = Here(function, self.reward_kwargs, max_concurrent, timeout)
-        self.data_sources = frozenset(data_sources)
         self.form = Form(function, self.reward_kwargs)
         settings = f"{key}.reward_kwargs"
         if missing := [name for name in SERVED if name in self.form.needed]:
@@ -164,17 +156,16 @@ class FunctionReward:
         return self.begin(data)()
 
     def begin(self, data: DataProto) -> Callable[[], Any]:
-        """Starts scoring, and returns a function that waits for the results: None for rows of other data sources."""
-        if not self.data_sources or self.data_sources.issuperset(data.data_source):
-            return self._begin(data)
-        selected = [row for row, source in enumerate(data.data_source) if source in self.data_sources]
-        wait = self._begin(data[selected]) if selected else list
+        """Starts scoring, and returns a function that waits for the results."""
+        if self.form.takes_one_response:
+            return self.caller.begin(self._calls(data), rows=1)
+        wait = self.caller.begin(self._calls(data), len(data))
 
-        def spread() -> list[Any]:
-            result_of = dict(zip(selected, wait(), strict=True))
-            return [result_of.get(row) for row in range(len(data))]
+        def result_of_all() -> Any:
+            [result] = wait()
+            return [result] * len(data) if isinstance(result, NotScored) else result
 
-        return spread
+        return result_of_all
 
     def check(self, rows: Mapping[int, Row]) -> None:
         """Raises ConfigError if the function needs ground_truth, or a column, that none of the rows has."""
@@ -190,17 +181,6 @@ class FunctionReward:
                 f"the reward {self.title} needs ground_truth, and none of {len(rows)} rows has one: name its column by "
                 f"data.ground_truth_key, or any column as an argument: {', '.join(sorted(columns))}."
             )
-
-    def _begin(self, data: DataProto) -> Callable[[], Any]:
-        if self.form.takes_one_response:
-            return self.caller.begin(self._calls(data), rows=1)
-        wait = self.caller.begin(self._calls(data), len(data))
-
-        def result_of_all() -> Any:
-            [result] = wait()
-            return [result] * len(data) if isinstance(result, NotScored) else result
-
-        return result_of_all
 
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """Returns the arguments that the function names: of a call for every response, or of one for all."""
@@ -261,113 +241,12 @@ def load_function(
     """
     function = load_extern_object(entry.path, entry.name, f"{key}.path")
     limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout, "key": key}
-    if isinstance(entry, WeightedFunctionConfig):
-        limits["data_sources"] = entry.data_sources
     reward = kind(function, tokenizer, entry.reward_kwargs, **limits)
     if reward.form.columns and config.caller != "here":
         reward.caller = find("caller", config.caller)(function, entry, config, computes)
     return reward
 
 
-@dataclass(frozen=True)
-class Part:
-    """One of the functions; `label`: what it is called in the log."""
-
-    label: str
-    weight: float
-    function: FunctionReward
-
-
-class WeightedReward:
-    """A reward manager whose score is the weighted sum of what several functions return for a response.
-
-    The parts come as columns under their labels, and what their dicts hold beside the score as LABEL/KEY. One that
-    returns None has no part in the response, and None in its columns. A response that one of them cannot score, or in
-    which none has a part, is not scored.
-    """
-
-    def __init__(self, parts: list[Part]) -> None:
-        self.parts = parts
-
-    @property
-    def title(self) -> str:
-        return f"reward.functions ({', '.join(part.label for part in self.parts)})"
-
-    def check(self, rows: Mapping[int, Row]) -> None:
-        """Checks each function as `FunctionReward.check` does."""
-        for part in self.parts:
-            part.function.check(rows)
-
-    def __call__(self, data: DataProto) -> list[Any]:
-        waits = [part.function.begin(data) for part in self.parts]
-        return self.combine([wait() for wait in waits], len(data))
-
-    def combine(self, results: list[Any], rows: int) -> list[Any]:
-        """Joins the functions' results into a dict for each response, or NotScored if one could not score it."""
-        combined: list[Any] = [{"score": 0.0} for _ in range(rows)]
-        failed: dict[int, NotScored] = {}
-        scored: set[int] = set()
-        for part, result in zip(self.parts, results, strict=True):
-            name = f"{part.label} of reward.functions, {callable_name(part.function.function)}"
-            if isinstance(result, list | tuple):
-                result = [NOT_MINE if score is None else score for score in result]
-            scores, columns, failures = parse_scores(result, (rows, 1), name)
-            values = {part.label: scores.flatten().tolist()} | {f"{part.label}/{key}": columns[key] for key in columns}
-            for row in range(rows):
-                if (failure := failures.get(row)) is NOT_MINE:
-                    combined[row] |= dict.fromkeys(values)
-                    continue
-                scored.add(row)
-                combined[row]["score"] += part.weight * values[part.label][row]
-                combined[row] |= {key: column[row] for key, column in values.items()}
-                if failure:
-                    located = NotScored(failure.outcome, f"{failure.said}, in {part.label}", failure.trace)
-                    failed.setdefault(row, located)
-        failed |= dict.fromkeys(set(range(rows)) - scored, NO_PART)
-        return [failed.get(row, result) for row, result in enumerate(combined)]
-
-
-def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Part]:
-    """Loads the functions of reward.functions, each under its name in the log; with its file's, where the name is
-    another's, the score's or a column's.
-
-    Raises:
-        ConfigError: an entry cannot be loaded, is of a whole DataProto, or would be logged as another is; names it.
-    """
-    names = Counter([*(entry.name for entry in config.functions), *RUN_COLUMNS, *TAKEN])
-    parts: list[Part] = []
-    for index, entry in enumerate(config.functions):
-        key = f"reward.functions[{index}]"
-        try:
-            function = load_function(entry, config, tokenizer, key)
-        except (ValueError, ImportError, AttributeError, OSError, RuntimeError) as error:
-            raise ConfigError(f"{key}: {error}") from error
-        if not function.form.columns:
-            raise ConfigError(
-                f"{key}: {entry.name} in {entry.path} takes a DataProto; here a function takes solution_str, or "
-                "solution_strs for all at once."
-            )
-        label = entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}"
-        if label in (labels := [part.label for part in parts]):
-            raise ConfigError(
-                f"{key} and reward.functions[{labels.index(label)}] would both be logged as reward/{label}: rename one "
-                "in its file."
-            )
-        parts.append(Part(label, entry.weight, function))
-    return parts
-
-
-def load_functions(
-    settings: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None = None
-) -> FunctionReward | WeightedReward | None:
-    """Loads the manager around the functions that the settings name; None if they name none."""
-    if settings.functions:
-        return WeightedReward(load_parts(settings, tokenizer))
-    if settings.custom_reward_function.path:
-        return load_function(settings.custom_reward_function, settings, tokenizer)
-    return None
-
-
-def load(settings: RewardConfig, run: Any) -> FunctionReward | WeightedReward:
-    """Loads the functions of a run (the entry of the table)."""
-    return load_functions(settings, run.tokenizer)
+def load(settings: ScoringConfig, run: RewardRun) -> FunctionReward:
+    """Loads the function of a run (the entry of the table)."""
+    return load_function(settings.custom_reward_function, settings, run.tokenizer)

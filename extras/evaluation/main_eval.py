@@ -34,7 +34,6 @@ from data.rows import Origin, read_rows, with_labels
 from data.types import Row
 from training.metric_utils import calc_maj_val, subset_sizes
 from training.reward import RewardManager, RewardRun, call_manager, validate_result, view_of_rows
-from training.reward_function import load_functions
 from training.tracking import short_number
 
 Figures = dict[str, float]  # by name; NAME/stderr beside a mean over several prompts
@@ -62,9 +61,8 @@ def report(config: EvaluationConfig) -> None:
 def run(config: EvaluationConfig) -> dict[str, Figures]:
     """Scores the rows of the config, and returns what `evaluate` does."""
     rows = [standard_row(row, origin, config.data) for origin, row in read_rows(config.data.path, key="data.path")]
-    reward = load_functions(config.reward)
-    if reward is None:
-        reward = find("reward", "rules")(config.reward, RewardRun(None, None))
+    reward = find("reward", config.reward.scorer)(config.reward, RewardRun(None, None))
+    if config.reward.source() is None:
         reward.check(dict(enumerate(rows)))
     return evaluate(grade(rows, reward, config.reward), config.data.pass_score)
 

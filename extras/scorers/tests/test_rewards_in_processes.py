@@ -10,8 +10,10 @@ from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig
 from data.protocol import DataProto
 from extras.scorers.pool import AsyncTokenBucket, Scorers
+from extras.weighted.tests import test_weighted as weighted
+from extras.weighted.tests.test_weighted import functions
 from tests import test_reward as here
-from tests.test_reward import TOKENIZER, functions, rollout
+from tests.test_reward import TOKENIZER, rollout
 from training.reward import compute_reward, load_reward_manager
 
 
@@ -31,8 +33,8 @@ def test_columns_and_facts_are_sent_to_processes(tmp_path, name):
 
 
 def test_several_functions_are_summed_by_weight_in_processes(tmp_path):
-    here.test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path)
-    here.test_a_function_that_returns_none_has_no_part_in_a_response(tmp_path)
+    weighted.test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path)
+    weighted.test_a_function_that_returns_none_has_no_part_in_a_response(tmp_path)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

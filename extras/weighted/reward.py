@@ -1,0 +1,128 @@
+"""Scores by several functions, as the weighted sum that `reward.functions` says."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.errors import ConfigError
+from configs.import_utils import callable_name
+from configs.schema import ScoringConfig
+from data.protocol import DataProto
+from data.rows import RUN_COLUMNS
+from data.types import NotScored, Row
+from training.reward import RewardRun, parse_scores
+from training.reward_function import TAKEN, FunctionReward, load_function
+
+NOT_MINE = NotScored("not mine", "it returned None")  # of one of the functions
+NO_PART = NotScored("error", "all functions returned None")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the functions; `label`: what it is called in the log; `data_sources`: whose rows it scores, empty: all."""
+
+    label: str
+    weight: float
+    function: FunctionReward
+    data_sources: frozenset[str]
+
+    def begin(self, data: DataProto) -> Callable[[], Any]:
+        """Starts scoring, and returns a function that waits for the results: None for rows of other data sources."""
+        if not self.data_sources or self.data_sources.issuperset(data.data_source):
+            return self.function.begin(data)
+        selected = [row for row, source in enumerate(data.data_source) if source in self.data_sources]
+        wait = self.function.begin(data[selected]) if selected else list
+
+        def spread() -> list[Any]:
+            result_of = dict(zip(selected, wait(), strict=True))
+            return [result_of.get(row) for row in range(len(data))]
+
+        return spread
+
+
+class WeightedReward:
+    """A reward manager whose score is the weighted sum of what several functions return for a response.
+
+    The parts come as columns under their labels, and what their dicts hold beside the score as LABEL/KEY. One that
+    returns None has no part in the response, and None in its columns. A response that one of them cannot score, or in
+    which none has a part, is not scored.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+
+    @property
+    def title(self) -> str:
+        return f"reward.functions ({', '.join(part.label for part in self.parts)})"
+
+    def check(self, rows: Mapping[int, Row]) -> None:
+        """Checks each function as `FunctionReward.check` does."""
+        for part in self.parts:
+            part.function.check(rows)
+
+    def __call__(self, data: DataProto) -> list[Any]:
+        waits = [part.begin(data) for part in self.parts]
+        return self.combine([wait() for wait in waits], len(data))
+
+    def combine(self, results: list[Any], rows: int) -> list[Any]:
+        """Joins the functions' results into a dict for each response, or NotScored if one could not score it."""
+        combined: list[Any] = [{"score": 0.0} for _ in range(rows)]
+        failed: dict[int, NotScored] = {}
+        scored: set[int] = set()
+        for part, result in zip(self.parts, results, strict=True):
+            name = f"{part.label} of reward.functions, {callable_name(part.function.function)}"
+            if isinstance(result, list | tuple):
+                result = [NOT_MINE if score is None else score for score in result]
+            scores, columns, failures = parse_scores(result, (rows, 1), name)
+            values = {part.label: scores.flatten().tolist()} | {f"{part.label}/{key}": columns[key] for key in columns}
+            for row in range(rows):
+                if (failure := failures.get(row)) is NOT_MINE:
+                    combined[row] |= dict.fromkeys(values)
+                    continue
+                scored.add(row)
+                combined[row]["score"] += part.weight * values[part.label][row]
+                combined[row] |= {key: column[row] for key, column in values.items()}
+                if failure:
+                    located = NotScored(failure.outcome, f"{failure.said}, in {part.label}", failure.trace)
+                    failed.setdefault(row, located)
+        failed |= dict.fromkeys(set(range(rows)) - scored, NO_PART)
+        return [failed.get(row, result) for row, result in enumerate(combined)]
+
+
+def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Part]:
+    """Loads the functions of reward.functions, each under its name in the log; with its file's, where the name is
+    another's, the score's or a column's.
+
+    Raises:
+        ConfigError: an entry cannot be loaded, is of a whole DataProto, or would be logged as another is; names it.
+    """
+    names = Counter([*(entry.name for entry in config.functions), *RUN_COLUMNS, *TAKEN])
+    parts: list[Part] = []
+    for index, entry in enumerate(config.functions):
+        key = f"reward.functions[{index}]"
+        try:
+            function = load_function(entry, config, tokenizer, key)
+        except (ValueError, ImportError, AttributeError, OSError, RuntimeError) as error:
+            raise ConfigError(f"{key}: {error}") from error
+        if not function.form.columns:
+            raise ConfigError(
+                f"{key}: {entry.name} in {entry.path} takes a DataProto; here a function takes solution_str, or "
+                "solution_strs for all at once."
+            )
+        label = entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}"
+        if label in (labels := [part.label for part in parts]):
+            raise ConfigError(
+                f"{key} and reward.functions[{labels.index(label)}] would both be logged as reward/{label}: rename one "
+                "in its file."
+            )
+        parts.append(Part(label, entry.weight, function, frozenset(entry.data_sources)))
+    return parts
+
+
+def load(settings: ScoringConfig, run: RewardRun) -> WeightedReward:
+    """Loads the functions of a run (the entry of the table)."""
+    return WeightedReward(load_parts(settings, run.tokenizer))
