@@ -156,11 +156,11 @@ const charts = (() => {
   };
 
   // The drawing of the seconds of one run's steps by stage, each in its own colour in every report; and its title.
-  const stages = ({ names, steps, seconds, width }) => {
+  const stages = ({ names, steps, seconds, width }, what = "a step", each = "each step") => {
     const rowsOf = (name, place) =>
       steps.map((step, at) => ({ step, value: seconds[place][at], series: name, place, width }));
     const series = names.map((name) => ({ name, colour: colourOf(name) }));
-    const title = width > 1 ? `Mean seconds of a step: a bar is the mean of ${width} steps` : "Seconds of each step";
+    const title = width > 1 ? `Mean seconds of ${what}: a bar is the mean of ${width} steps` : `Seconds of ${each}`;
     return { rows: names.flatMap(rowsOf), series, title };
   };
 

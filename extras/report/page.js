@@ -198,7 +198,11 @@
       };
       const lines = [...spent[number]].filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]).map(line);
       const sums = table(["stage", "seconds", "share"], [...lines, ["all", figure(all), ""]]);
-      return card(title, box("columns", chartBox(drawing.title, specOf("stages"), drawing), sums));
+      const drawings = [drawing];
+      if (run.beside.names.length)
+        drawings.push(charts.stages(run.beside, "generation and rewards, beside training", "each step's generation and rewards, beside training"));
+      const boxes = drawings.map((one) => chartBox(one.title, specOf("stages"), one));
+      return card(title, box("columns", box("stack", ...boxes), sums));
     };
     return box("stack", data.runs.map(article));
   };

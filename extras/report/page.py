@@ -17,7 +17,7 @@ from configs.errors import printable
 from extras.report.charts import chart_specs
 from extras.report.runs import Curve, RunRecord, differences, settings_compared
 from extras.report.samples import pack_samples
-from extras.report.summary import facts, findings, group_means, headline, sentences, stages
+from extras.report.summary import beside, facts, findings, group_means, headline, sentences, stages
 
 HERE = Path(__file__).parent
 LARGEST = 64_000_000  # bytes of a page: samples beyond it are left out
@@ -101,6 +101,7 @@ def run_data(run: RunRecord) -> dict[str, Any]:
         "missing": run.missing,
         "events": [*map(event_data, run.events[-MOST_EVENTS:])],
         "stages": stages(run),
+        "beside": beside(run),
         "config": run.config_text,
     }
 

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, pairwise
@@ -29,6 +29,12 @@ STAGES = (  # the timers that contain none of the others, in the order in which 
     "save_checkpoint",
 )
 AROUND_OTHERS = ("step",)
+BESIDE = (
+    "data",
+    "gen",
+    "reward",
+    "gen_max",
+)  # of a step, in those before it, where the trainer waits for them ("wait")
 
 
 @dataclass(frozen=True)
@@ -294,13 +300,25 @@ def stages(run: RunRecord) -> dict[str, list[Any]]:
     if not passed:
         return {"steps": [], "names": [], "seconds": [], "width": 1}
     timers = [name.partition("/")[2] for name in run.metrics if name.startswith("timing_s/")]
-    names = sorted({*timers} - {*AROUND_OTHERS}, key=[*STAGES, *timers].index)
-    curves = [dict(points(run, f"timing_s/{name}")) for name in names]
-    seconds = [[curve.get(step, 0.0) for step in passed] for curve in curves]
+    elsewhere = {*AROUND_OTHERS, *(BESIDE if "wait" in timers else ())}
+    names = sorted({*timers} - elsewhere, key=[*STAGES, *timers].index)
+    seconds = [seconds_of(run, name, passed) for name in names]
     others = [whole - sum(parts) for whole, *parts in zip(passed.values(), *seconds, strict=True)]
     rounded = [[round(value, 4) for value in values] for values in (*seconds, others)]
     width = -(-(max(passed) - min(passed) + 1) // MOST_BARS)
     return {"steps": [*passed], "names": [*names, "other"], "seconds": rounded, "width": width}
+
+
+def beside(run: RunRecord) -> dict[str, list[Any]]:
+    """Splits as `stages` what a step's batch took in the steps before, where generation runs beside training."""
+    steps = [step for step, _ in points(run, "timing_s/wait")]
+    names = [name for name in BESIDE if steps and f"timing_s/{name}" in run.metrics]
+    return stages(run) | {"steps": steps, "names": names, "seconds": [seconds_of(run, name, steps) for name in names]}
+
+
+def seconds_of(run: RunRecord, stage: str, steps: Iterable[int]) -> list[float]:
+    curve = dict(points(run, f"timing_s/{stage}"))
+    return [curve.get(step, 0.0) for step in steps]
 
 
 def number(run: RunRecord, key: str, default: float | None) -> float | None:

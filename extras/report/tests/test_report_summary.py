@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from extras.report.runs import Curve, RunRecord
-from extras.report.summary import facts, findings, sentences, stages
+from extras.report.summary import beside, facts, findings, sentences, stages
 
 RL = {
     "data": {"train_files": ["sums.parquet"], "train_batch_size": 8},
@@ -68,6 +68,9 @@ def test_the_seconds_of_a_step_are_those_of_its_stages_and_the_rest():
     metrics = {"training/seconds": [3.0, 7.0], **{f"timing_s/{name}": seconds for name, seconds in timed.items()}}
     names, seconds = ["start", "gen", "testing", "mine", "other"], [[2, 0], [0, 2], [0.5, 0], [0, 1], [0.5, 1]]
     assert stages(record(metrics)) == {"steps": [1, 2], "names": names, "seconds": seconds, "width": 1}
+    ahead = record(metrics | {"timing_s/wait": [0.5, 0.0], "timing_s/gen": [4.0, 4.0]})
+    assert beside(ahead) == {"steps": [1, 2], "names": ["gen"], "seconds": [[4, 4]], "width": 1}
+    assert "gen" not in stages(ahead)["names"] and beside(record(metrics))["names"] == []
     run = record({})
     run.metrics["training/seconds"] = Curve([1, 2, 4, 5, 6], [1.0, 2.0, 9.0, 10.0, 3.0])  # 4 and 6: not known
     assert stages(run) == {"steps": [1, 2, 5], "names": ["other"], "seconds": [[1, 1, 1]], "width": 1}
