@@ -473,6 +473,8 @@ def test_an_engine_is_split_over_workers_that_there_are(monkeypatch):
         check_engine(*split, workers=workers)
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2 does not divide the 3 workers"):
         check_engine(*split, workers=3)
+    with pytest.raises(ConfigError, match=r"does not divide the 1 workers of a machine"):
+        ray_group.check_machine(compose(*split, "trainer.nnodes=2", "trainer.n_gpus_per_node=0"))
 
 
 def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):

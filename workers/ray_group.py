@@ -258,7 +258,7 @@ def check_machine(config: Config) -> None:
         layout_of(pool, resources.workers).check(pool, resources.workers)
         if "rollout" in roles:
             rollout = pool.actor_rollout_ref.rollout
-            load_rollout_class(rollout.name).check(rollout, resources.workers, resources.gpus)
+            load_rollout_class(rollout.name).check(rollout, resources.workers_a_node, resources.gpus)
     worker_summary(config)  # or raises
     if config.trainer.n_gpus_per_node is None and (problem := gpu_trouble()):
         notice_once(f"{problem} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")

@@ -90,7 +90,7 @@ class Rollout:
         """Checks settings before anything is started; tells of those that have no effect.
 
         Args:
-            workers: of the run; `gpus`: of each.
+            workers: of a machine, as an engine is not split over several; `gpus`: of each.
 
         Raises:
             ConfigError: the engine cannot work by them.

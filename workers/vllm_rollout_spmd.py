@@ -53,7 +53,7 @@ class vLLMRollout(Rollout):
             )
         if workers % (parts := config.tensor_model_parallel_size):
             raise ConfigError(
-                f"{KEY}.tensor_model_parallel_size={parts} does not divide the {workers} workers of the run: take 1."
+                f"{KEY}.tensor_model_parallel_size={parts} does not divide the {workers} workers of a machine: take 1."
             )
         super().check(config, workers, gpus)
 
