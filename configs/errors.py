@@ -152,7 +152,7 @@ def is_library(file: str) -> bool:
 
 
 def notice(text: str) -> None:
-    """Prints one line on stderr that a user should know, and gives it to the logger "notice"."""
+    """Prints on stderr what a user should know, and gives it to the logger "notice"."""
     print(f"notice: {text}", file=sys.stderr)
     notices.disabled = False  # logging.config disables loggers that it does not know
     latest.append(notices.makeRecord(notices.name, NOTICE, "", 0, text, (), None))

@@ -555,6 +555,9 @@ class RunConfig(Frozen):
     n_gpus_per_node: int | None = setting(None, "GPUs per machine; null: one if there is one, else 0.", ge=0)
     n_workers_per_node: int = setting(1, "Workers per machine without GPUs; with GPUs, one each.", ge=1)
     n_threads: int | None = setting(None, "CPU threads of a worker; null: OMP_NUM_THREADS, else a share.", ge=1)
+    stall_timeout: float | None = setting(
+        1800.0, "Seconds until a run ends whose actors say nothing, or get no further; null: never.", gt=0
+    )
     val_before_train: bool = setting(True, "Validate before the first step.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
     resume_mode: str = setting(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from training.model_shards import once
 from workers.collectives import gather, rank
+from workers.deadlines import beat
 from workers.model_worker import ModelWorker
 
 
@@ -35,6 +36,12 @@ class Echo:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def sleep_in_pieces(self, seconds: float, pieces: int) -> str:
+        for _ in range(pieces):
+            time.sleep(seconds / pieces)
+            beat()
+        return "done"
 
     def fail(self) -> None:
         raise KeyError("missing")

@@ -19,6 +19,18 @@ MAX_TOUR = 2400  # lines to read of the files in docs/tour.md: one afternoon
 
 Finding = tuple[str, str]  # (what an exemption would name: module or module:function, what is wrong)
 
+DOOR = (
+    *("workers/group.py:all", "workers/group.py:_deal", "extras/overlap/fully_async.py:take_finished"),
+    *("extras/overlap/fully_async.py:begin", "extras/overlap/pools.py:link", "extras/overlap/pools.py:together"),
+    *(f"workers/ray_group.py:{function}" for function in ("_wait", "close", "result", "_look_for_deaths")),
+)
+THREADS = ("extras/overlap/fully_async.py:collect", "extras/overlap/one_step_off.py:sync")
+IN_WORKERS = (
+    *(f"extras/overlap/{function}" for function in ("generator.py:take", "generator.py:reload", "pools.py:broadcast")),
+    *(f"workers/engine_pump.py:{function}" for function in ("run_until", "_pieces", "_pump")),
+    *("workers/agents/user_code.py:by_deadline", "workers/model_checkpoint.py:save"),
+    "workers/model_checkpoint.py:is_saved",
+)
 EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; one that nobody needs fails
     "patches": {
         "workers/forward_check.py": "no kernel, but log-probs need it: a rope that is the same in every batch",
@@ -30,6 +42,12 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "workers/rollout.py": "the contract of engines, and how one is found and asked",
         "custom/gym/text_env.py": "one class, and its parts know each other's state",
         "training/losses.py": "a catalogue of algorithms",
+    },
+    "waits": {
+        **dict.fromkeys(DOOR, "the door: what the call returned is waited for by Wait, or is there"),
+        **dict.fromkeys(THREADS, "of a thread, whose own waits for workers end by Wait"),
+        **dict.fromkeys(IN_WORKERS, "in a worker's process, which gets no further then: who waits for it sees it"),
+        "workers/agents/user_code.py:_serve": "a thread of the user's code, until there is some",
     },
     "broad except": {
         "configs/errors.py": "the boundary of the commands: an error in one sentence",
@@ -165,6 +183,26 @@ def size(trees: dict[str, ast.Module]) -> Iterator[Finding]:
                     yield f"{file}:{node.name}", f"has {count} positional parameters"
 
 
+def waits_for_ever(node: ast.AST) -> bool:
+    """Says whether a call names no seconds: ray.get, wait of a module or by itself, and of an object result, join, get
+    and wait, which without an argument are those of a thread, a process, a queue or a future."""
+    if not isinstance(node, ast.Call) or any(keyword.arg == "timeout" for keyword in node.keywords):
+        return False
+    module, _, name = ast.unparse(node.func).rpartition(".")
+    if module in ("ray", "asyncio", "") and name in ("get", "wait"):
+        return len(node.args) < 2
+    return bool(module) and name in ("result", "join", "get", "wait") and not node.args
+
+
+def endless_waits(trees: dict[str, ast.Module]) -> Iterator[Finding]:
+    """A wait names its seconds; for workers the one door is workers/deadlines.py, which tells who gets no further."""
+    for file, tree in trees.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for function in functions if file.startswith(("workers/", "extras/overlap/")) else []:
+            lines = [node.lineno for node in ast.walk(function) if waits_for_ever(node)]
+            yield from ((f"{file}:{function.name}", f"line {line}") for line in lines)
+
+
 Fence = Callable[[dict[str, ast.Module]], Iterator[Finding]]
 
 
@@ -210,6 +248,7 @@ FENCES = {
     ),
     "cycles": cycles,
     "size": size,
+    "waits": endless_waits,
     "broad except": unwanted("Only what can happen is caught: no except Exception.", catches_everything),
     "print": unwanted("Modules do not print.", lambda node: calls(node, "print")),
     "environment": unwanted(
@@ -251,6 +290,11 @@ VIOLATIONS = [
     ("size", {"data/x.py": "class A:\n    def f(self, a, b, c, d, e, f, g): ..."}),
     ("broad except", {"data/x.py": "try:\n    f()\nexcept (OSError, BaseException):\n    pass"}),
     ("broad except", {"data/x.py": "try:\n    f()\nexcept:\n    pass"}),
+    ("waits", {"workers/x.py": "def f():\n    ray.get(call)"}),
+    ("waits", {"workers/x.py": "def f():\n    [done], pending = ray.wait(pending)"}),
+    ("waits", {"workers/x.py": "def f():\n    wait([future])"}),
+    ("waits", {"extras/overlap/x.py": "async def f():\n    await asyncio.wait(tasks, return_when=FIRST_COMPLETED)"}),
+    ("waits", {"extras/overlap/x.py": "def f():\n    thread.submit(g).result()"}),
     ("print", {"data/x.py": "print(1)"}),
     ("environment", {"data/x.py": "import os\nos.environ['A'] = '1'"}),
     ("introspection", {"data/x.py": "hasattr(x, 'y')"}),
@@ -270,6 +314,7 @@ ALLOWED = {
     "workers/ray_group.py": "import ray",
     "data/protocol.py": "def f(self, a, b, *, c, d, e, g, h):\n    return getattr(self, a)",
     "workers/x.py": "assert layer.__class__ is Linear",
+    "workers/y.py": "def f():\n    ray.wait(calls, timeout=1)\n    done.result(5)\n    names.get(key)",
     "extras/lora/x.py": "from extras.lora.y import z\nfrom workers.engine import TrainEngine",
     "extras/kernels/products.py": "layer.__class__ = Faster\nmodule.register_forward_hook(f)",
     "custom/x.py": "from custom.y import z",

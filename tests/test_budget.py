@@ -33,23 +33,23 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_440,
-    "core files": 80,
-    "product lines": 36_500,
+    "core lines": 18_480,
+    "core files": 81,
+    "product lines": 36_530,
     "scripts and benchmarks": 2_600,
     "names in training/": 18,
-    "names in workers/": 22,
+    "names in workers/": 23,
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 34,
     "modules with one importer": 42,
-    "settings": 286,
+    "settings": 287,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 37_200,
+    "test lines": 37_250,
 }
 
 
@@ -192,7 +192,7 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-STEP_CEILINGS = {"files": 38, "functions": 428, "lines": 2_660, "modules": 115}
+STEP_CEILINGS = {"files": 39, "functions": 433, "lines": 2_680, "modules": 116}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

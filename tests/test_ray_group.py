@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from configs import process
-from configs.errors import ConfigError
+from configs.errors import ConfigError, MayPass
 from configs.schema import Config
 from data.seeding import derive_seed, forked_rng
 from main import run
@@ -29,6 +29,7 @@ from tests.runs import compose, learning_metrics, short_run
 from training.model_shards import Shards
 from workers import ray_group
 from workers.collectives import connect, open_store
+from workers.deadlines import Beat, Wait
 from workers.group import LocalGroup, distinct_groups
 from workers.models import gpu_trouble
 from workers.ray_group import (
@@ -242,8 +243,8 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
 def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(
     cluster: None, workers: int, capfd, monkeypatch
 ):
-    monkeypatch.setattr("workers.group.NOTICE_SECONDS", 0.2)
-    monkeypatch.setattr("workers.group.longest", {})
+    monkeypatch.setattr("workers.deadlines.NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr("workers.deadlines.longest", {})
     made = RayWorkerGroup(Resources(workers, threads=1, gpus=0), EchoWorker)
     capfd.readouterr()
     try:
@@ -262,10 +263,60 @@ def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(
     assert len(told) == 4 and told[3].startswith("echo.sleep"), "0.5 s is less than twice what it took before"
 
 
+@pytest.mark.slow
+def test_a_worker_that_gets_no_further_ends_the_run_and_one_that_is_slow_does_not(cluster: None, monkeypatch):
+    """The first is alive, and its stack names the line; the second is stopped, while the other has answered."""
+    monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
+    made = RayWorkerGroup(Resources(2, threads=1, gpus=0), EchoWorker, stall_timeout=6.0)
+    try:
+        slow = made.submit("echo", "sleep_in_pieces", [(16.0, 16), (0.0, 1)])
+        assert slow.result() == ["done"] * 2
+        limit = "echo.sleep gets no further for trainer.stall_timeout=6 s, by rank 0"
+        line = r"time\.sleep\(seconds\)"
+        with pytest.raises(
+            WorkerError, match=rf"(?s){limit} \(pid \d+, sleeping; without progress .*{line}"
+        ) as failure:
+            made.submit("echo", "sleep", [(30.0,), (0.0,)]).result()
+        assert isinstance(failure.value, MayPass) and "in sleep\n" in str(failure.value), "which may be started again"
+        os.kill(pid := made.places[1][0], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=rf"echo.hear .* rank 1 \(pid {pid}, stopped; says nothing for \d+ s"):
+            made.submit("echo", "hear", [("a",)] * 2).result()
+    finally:
+        made.close()
+
+
+def test_what_others_wait_for_may_be_slow_but_not_silent():
+    heard = {0: [Beat(number, 7, "f") for number in range(9)], 1: [Beat(number, number, "") for number in range(9)]}
+    wait = Wait("actor.update", [(os.getpid(), "elsewhere")] * 3, lambda rank: heard.get(rank, [None] * 9).pop(), 20.0)
+    for rank in heard:
+        heard[rank].reverse()
+    wait.late = [0, 1]
+    for _ in range(7):
+        wait._look(5.0)
+    wait.check()  # the second gets on
+    assert re.search(
+        r"rank 0 \(pid \d+ on elsewhere; without progress for 30 s\), rank 1 \([^;]*\)\.\n.*\nf$", str(wait)
+    )
+    wait.late = [0]
+    with pytest.raises(WorkerError, match=r"actor.update gets no further for trainer.stall_timeout=20 s, by rank 0"):
+        wait.check()
+    wait.late = [1, 2]
+    wait._look(25.0)
+    with pytest.raises(
+        WorkerError, match=r"rank 2 .*says nothing for 25 s: stopped, swapped out, or its machine is gone"
+    ):
+        wait.check()
+
+
 def test_a_worker_in_this_process_that_hangs_is_named_too(capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("workers.group.NOTICE_SECONDS", 0.1)
-    LocalGroup(1, EchoWorker).submit("echo", "sleep", [(0.2,)])
-    assert re.search(rf"echo.sleep has .* from rank 0 \(pid {os.getpid()}, \w+\)", capsys.readouterr().err)
+    monkeypatch.setattr("workers.deadlines.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 0.1)
+    LocalGroup(1, EchoWorker).submit("echo", "sleep", [(0.5,)])
+    printed = capsys.readouterr().err
+    assert re.search(rf"echo.sleep has .* from rank 0 \(pid {os.getpid()}, \w+\)", printed)
+    assert re.search(
+        r"(?s)without progress for 0 s\)\.\nRank 0 is here:\nMainThread:.*, in sleep\n *time.sleep", printed
+    )
 
 
 def test_the_store_of_one_machine_is_not_heard_of_elsewhere():
@@ -498,10 +549,10 @@ def test_the_driver_of_a_ray_run_leaves_cuda_alone(monkeypatch: pytest.MonkeyPat
 def test_settings_that_a_worker_refuses_are_refused_as_elsewhere(monkeypatch: pytest.MonkeyPatch):
     """In one line, without the worker's traceback."""
     failure = ray.exceptions.RayTaskError("build", "a traceback", ConfigError("it does not fit"))
-    monkeypatch.setattr(ray, "wait", lambda calls: (calls[:1], calls[1:]))
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls[:1], calls[1:]))
     monkeypatch.setattr(ray, "get", mock.Mock(side_effect=failure))
     with pytest.raises(ConfigError, match="it does not fit"):
-        RayPending(["call"]).result()
+        RayPending(["call"], Wait("build", [], lambda _: None)).result()
 
 
 def test_ranks_that_another_waited_for_in_vain_are_named(monkeypatch: pytest.MonkeyPatch):
@@ -509,7 +560,7 @@ def test_ranks_that_another_waited_for_in_vain_are_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls[:1], calls[1:]))
     monkeypatch.setattr(ray, "get", mock.Mock(side_effect=failure))
     with pytest.raises(WorkerError, match=r"(?s)rank 0 failed:.*actor_rollout_ref\.nccl_timeout .* ranks \[1, 2\]"):
-        RayPending(["one", "other", "third"]).result()
+        RayPending(["one", "other", "third"], Wait("update", [], lambda _: None)).result()
 
 
 def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: Path):

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from data.types import Completion, Request, SamplingParams
+from workers.deadlines import beat
 from workers.rollout import Rollout
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ class AsyncEngine:
             self.engine.abort(leaving)
             self.engine.forget(ended)
             finished = self.engine.step() if self.engine.has_unfinished_requests() else []
+            beat()
             for done in finished:
                 if client := self.clients.get(done.id):
                     self.engine.check_completion(client.request, done)

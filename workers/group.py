@@ -7,20 +7,14 @@ order in which they were submitted; calls to two overlap.
 """
 
 import os
-import re
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from configs.errors import notice
 from configs.extras import find
 from configs.schema import Config
 from data.padding import prompt_width, repeats_prompt
@@ -29,38 +23,8 @@ from data.seqlen_balancing import calculate_workload, neighbour_shares
 from data.types import SamplingParams
 from training.environment import are_episodes
 from training.roles import ROLES, SEQUENCES, RoleSpec
+from workers.deadlines import Wait, own_beat
 from workers.rollout import load_rollout_class
-
-NOTICE_SECONDS = 60.0  # of waiting until a notice says for whom; the next ones come after twice as long each
-longest: dict[str, float] = {}  # seconds that a verb has taken so far
-
-
-@contextmanager
-def tells_of_waiting(verb: str, missing: Callable[[], str]) -> Iterator[None]:
-    """Prints who is `missing` while the context is open for NOTICE_SECONDS, or twice as long as the verb took before,
-    and whenever that time has doubled: a worker that is stopped, or hangs, says nothing itself."""
-    over, began = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        seconds, waited = max(NOTICE_SECONDS, 2 * longest.get(verb, 0.0)), 0.0
-        while not over.wait(seconds - waited):
-            notice(f"{verb} has not come back for {seconds:.0f} s from {missing()}.")
-            seconds, waited = 2 * seconds, seconds
-
-    threading.Thread(target=tell, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-        longest[verb] = max(longest.get(verb, 0.0), time.monotonic() - began)
-
-
-def state_of(pid: int, host: str = "") -> str:
-    """Names a process, and says what the kernel of this machine does of it: running, sleeping, stopped …"""
-    status = Path(f"/proc/{pid}/status")
-    if host or not status.exists():
-        return f"pid {pid}{host and f' on {host}'}"
-    return f"pid {pid}, {re.search(r'State:.*[(](.*)[)]', status.read_text())[1]}"
 
 
 class Pending(Protocol):
@@ -103,7 +67,7 @@ class LocalGroup:
 
     def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Done:
         check_shares(shares, self.size)
-        with tells_of_waiting(f"{role}.{method}", lambda: f"rank 0 ({state_of(os.getpid())})"):
+        with Wait(f"{role}.{method}", [(os.getpid(), "")], own_beat):
             return Done([getattr(self.worker.roles[role], method)(*shares[0])])
 
     def close(self) -> None:

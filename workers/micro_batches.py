@@ -22,6 +22,7 @@ from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
 from workers.collectives import gather_shares
+from workers.deadlines import beat
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def micro_batches(
         tensors = {name: batch.batch[name][rows, span] for name in WHOLE_SEQUENCE}
         tensors |= {name: batch.batch[name][rows, :width] for name in ["responses", *columns]}
         yield MicroBatch(rows, tensors, width).to(device)
+        beat()
 
 
 def dummy(device: torch.device) -> MicroBatch:

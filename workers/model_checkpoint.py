@@ -19,6 +19,7 @@ from data.seeding import rng_state, set_rng_state
 from training.checkpoint import SUMS_FILE, check_sums, read_part
 from training.model_shards import MODEL, MOMENTS, Shards, once, save_shards, write_pretrained
 from workers.collectives import group_size, new_group, rank
+from workers.deadlines import beat
 
 GENERATORS = "extra_state"
 IN_MEMORY = StagingOptions(*[False] * 4)  # a plain copy
@@ -96,6 +97,7 @@ class ModelCheckpoint:
         for name, weight in self.weights():
             if rank() == 0 and name not in tied:
                 yield name, weight
+            beat()
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -143,6 +145,7 @@ def write(
     """Writes a model's `parts`, by folder, and what is `exported` for from_pretrained; all ranks take part."""
     for name, tensors in parts.items():
         save_shards(folder / name, tensors, group)
+        beat()
     first = next(exported, None)
     if first:
         write_pretrained(folder / "huggingface", chain([first], exported))

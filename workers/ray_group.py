@@ -3,20 +3,26 @@
 The interface that they share with a worker in this process is workers/group.py.
 """
 
+import json
 import os
 import re
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from threading import Thread
 from typing import Any
+from uuid import uuid4
 
 import ray
 import torch
 from ray._private.utils import get_ray_address_file
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -29,8 +35,9 @@ from data.files import locked
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
+from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, stacks
 from workers.forward import forward_of
-from workers.group import Group, LocalGroup, check_shares, state_of, tells_of_waiting
+from workers.group import Group, LocalGroup, check_shares
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.parallel import layout_of
@@ -87,6 +94,7 @@ class RayWorkerGroup:
         timeout: seconds for which a rank waits for the others, in each exchange.
         seed: of the workers' global generators; each has its own.
         folder: has to be seen by every machine, if it is given.
+        stall_timeout: seconds for which a call waits for workers that get no further; None: any.
 
     Raises:
         ConfigError: the cluster has less than is asked for, or a machine does not see the folder.
@@ -101,8 +109,9 @@ class RayWorkerGroup:
         timeout: int = TIMEOUT,
         seed: int = 0,
         folder: Path | None = None,
+        stall_timeout: float | None = None,
     ) -> None:
-        self.size = resources.workers
+        self.size, self.stall_timeout, self.name = resources.workers, stall_timeout, uuid4().hex
         with ExitStack() as cleanup:  # given back if anything below fails
             if not ray.is_initialized():
                 cleanup.callback(ray.shutdown)
@@ -111,10 +120,11 @@ class RayWorkerGroup:
                         ray.init(address="local", include_dashboard=False)
             placement = reserve(resources)
             cleanup.callback(remove_placement_group, placement)
+            cleanup.callback(_internal_kv_del, self.name, del_by_prefix=True)
             self.workers, self.places = [], []
             for index in range(self.size):
                 settings = os.getcwd(), resources.threads, model, derive_seed(seed, "process", index)
-                self.workers.append(remote_class(resources, placement, index).remote(*settings))
+                self.workers.append(remote_class(resources, placement, index).remote(*settings, f"{self.name}/{index}"))
                 cleanup.callback(ray.kill, self.workers[-1])
             here = ray.util.get_node_ip_address()
             with NamedTemporaryFile(dir=folder, prefix=".seen_") as new:
@@ -130,10 +140,18 @@ class RayWorkerGroup:
     def submit(self, role: str, method: str, shares: Sequence[tuple]) -> "RayPending":
         check_shares(shares, self.size)
         calls = [worker.call.remote(role, method, share) for worker, share in zip(self.workers, shares, strict=True)]
-        return RayPending(calls, f"{role}.{method}", self.places)
+        return RayPending(calls, self.wait_for(f"{role}.{method}"))
+
+    def wait_for(self, verb: str) -> Wait:
+        """Makes what watches over the workers while something is waited for."""
+        return Wait(verb, self.places, self._newest_beat, self.stall_timeout)
+
+    def _newest_beat(self, rank: int) -> Beat | None:
+        text = _internal_kv_get(f"{self.name}/{rank}")
+        return Beat(*json.loads(text)) if text else None
 
     def _wait(self, verb: str, calls: list[ray.ObjectRef]) -> list[Any]:
-        return RayPending(calls, verb, self.places).result()
+        return RayPending(calls, self.wait_for(verb)).result()
 
     def close(self) -> None:
         """Has every worker close what it holds, environments and engines, and ends them."""
@@ -146,20 +164,24 @@ class RayWorkerGroup:
 
 @dataclass(frozen=True)
 class RayPending:
-    """The `Pending` of calls of a `verb` to Ray actors, in the order of their ranks; `places`: RemoteWorker.place."""
+    """The `Pending` of calls to Ray actors, in the order of their ranks."""
 
     calls: list[ray.ObjectRef]
-    verb: str = "a call"
-    places: Sequence[tuple[int, str]] = ()
+    wait: Wait
 
     def result(self) -> list[Any]:
         """Waits for all answers, by rank; raises the ConfigError of a worker, or WorkerError where one failed or died.
-        The first failure ends the wait: others may wait for the rank that failed.
+        The first failure ends the wait: others may wait for the rank that failed; so does Wait.check.
         """
         results, pending = {}, self.calls
-        with tells_of_waiting(self.verb, self._names_of_busy):
+        with self.wait as wait:
             while pending:
-                [done], pending = ray.wait(pending)
+                wait.late = [self.calls.index(call) for call in pending]
+                ended, pending = ray.wait(pending, timeout=BEAT_SECONDS)
+                if not ended:
+                    wait.check()
+                    continue
+                [done] = ended
                 rank = self.calls.index(done)
                 try:
                     results[rank] = ray.get(done)
@@ -177,10 +199,6 @@ class RayPending:
         """Lists the ranks that have not answered."""
         _, busy = ray.wait(self.calls, num_returns=len(self.calls), timeout=0)
         return [self.calls.index(call) for call in busy]
-
-    def _names_of_busy(self) -> str:
-        states = {rank: f" ({state_of(*place)})" for rank, place in enumerate(self.places)}
-        return ", ".join(f"rank {rank}{states.get(rank, '')}" for rank in self._busy())
 
     def _look_for_deaths(self) -> None:
         """Raises if another rank is gone, which may be why this one failed: Ray notices it a little later."""
@@ -233,6 +251,7 @@ def start_workers(config: Config, worker_class: type, *args: Any) -> Group:
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
         settings = {"timeout": config.actor_rollout_ref.nccl_timeout, "seed": config.trainer.seed}
+        settings["stall_timeout"] = config.trainer.stall_timeout
         if (folder := Path(config.trainer.default_local_dir)) in locked:  # this run writes there
             settings["folder"] = folder.resolve()
         return RayWorkerGroup(resources, worker_class, *args, model=config.actor_rollout_ref.model, **settings)
@@ -284,7 +303,8 @@ def worker_summary(config: Config) -> str:
 class RemoteWorker:
     """The Ray actor's body."""
 
-    def __init__(self, working_directory: str, n_threads: int, model: ModelConfig, seed: int) -> None:
+    def __init__(self, working_directory: str, n_threads: int, model: ModelConfig, seed: int, beats: str) -> None:
+        Thread(target=send_beats, args=(beats,), daemon=True).start()
         if os.path.isdir(working_directory):
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
         start_process(n_threads, model)
@@ -314,6 +334,16 @@ class RemoteWorker:
 
     def call(self, role: str, method: str, share: tuple) -> Any:
         return getattr(self.worker.roles[role], method)(*share)
+
+
+def send_beats(key: str) -> None:
+    """Tells the driver, by Ray's own store, that this process lives, what it has done, and where it is if that is no
+    more than before: also while the thread that works is stuck."""
+    for number in count():
+        before = Progress.done
+        time.sleep(BEAT_SECONDS)
+        beat = number, Progress.done, stacks() if Progress.done == before else ""
+        _internal_kv_put(key, json.dumps(beat))
 
 
 def store_host(alone: bool) -> str:

@@ -32,6 +32,7 @@ from data.pretrained import template_terminator
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
+from workers.deadlines import beat
 
 KEY = "actor_rollout_ref.rollout"
 OPTIONAL = (  # settings that some engines do not read
@@ -182,6 +183,7 @@ class Rollout:
             while self.has_unfinished_requests():
                 for completion in self.step():
                     done[completion.id] = completion
+                beat()
         finally:
             if self.has_unfinished_requests():
                 self.abort([request.id for request in requests])

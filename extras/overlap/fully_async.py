@@ -23,6 +23,7 @@ from training.episode_rows import check_failures
 from training.metric_utils import timer
 from training.ray_trainer import Metrics, RayPPOTrainer, Rollouts
 from training.reward import reward_metrics
+from workers.deadlines import Wait
 
 GROUPS = "groups.jsonl"
 
@@ -36,9 +37,14 @@ class AsyncRollout(ApartRollout):
 
     def _answers(self, shares: Sequence[tuple]) -> list[DataProto]:
         call, done = self.begin(shares), {}
-        while not done:
-            done = self.take_finished([call])
+        with self.watch() as wait:
+            while not done:
+                done = self.take_finished([call], wait)
         return done[call]
+
+    def watch(self) -> Wait:
+        """Makes what watches over the workers that answer: each call of theirs comes back at once."""
+        return self.group.wait_for("generator.answer")
 
     def begin(self, shares: Sequence[tuple]) -> int:
         """Has shares answered; returns the number of the call."""
@@ -47,11 +53,15 @@ class AsyncRollout(ApartRollout):
         self.group.submit("generator", "begin", [(call, *share) for share in shares]).result()
         return call
 
-    def take_finished(self, calls: Sequence[int]) -> dict[int, list[DataProto]]:
-        """Waits a moment; returns the answers to those of `calls` that are whole, once, by rank."""
+    def take_finished(self, calls: Sequence[int], wait: Wait) -> dict[int, list[DataProto]]:
+        """Waits a moment; returns the answers to those of `calls` that are whole, once, by rank. Raises as Wait.check
+        does."""
         taken = self.group.submit("generator", "take", [(calls,)] * self.group.size).result()
         for rank, call, rows in ((rank, *item) for rank, part in enumerate(taken) for item in part.items()):
             self.answered[call][rank] = rows
+        ranks = range(self.group.size)
+        wait.late = [rank for rank in ranks if any(rank not in self.answered[call] for call in calls)]
+        wait.check()
         whole = [call for call in calls if len(self.answered[call]) == self.group.size]
         return {call: [rows for _, rows in sorted(self.answered.pop(call).items())] for call in whole}
 
@@ -163,10 +173,10 @@ class FirstCome(Ahead):
         """Has the groups of all steps begun that may be, and returns the first that are finished."""
         for later in sorted({*self.positions, *range(step, self.last_begun(step) + 1)} - self.begun):
             self.begin(later)
-        with timer("wait", timing):
-            names = self.plan.get(step) or self.first_done()
+        with timer("wait", timing), self.rollout.watch() as wait:
+            names = self.plan.get(step) or self.first_done(wait)
             while not self.done.keys() >= {*names}:
-                self.look()
+                self.look(wait)
         with (self.folder / GROUPS).open("a") as file:
             file.write(json.dumps({"step": step, "groups": names}) + "\n")
         batch, metrics = self.score(join_rows([self.done.pop(name) for name in names]), timing)
@@ -186,15 +196,15 @@ class FirstCome(Ahead):
             self.coming[self.rollout.begin(self.rollout.shares(samples, sampling, seed))] = name
             self.groups[name] = step, int(prompts.dataset_position[index])
 
-    def first_done(self) -> list[str]:
+    def first_done(self, wait: Wait) -> list[str]:
         """Returns the names of the first groups that are finished, as many as a batch has."""
         while len(self.done) < self.train_loader.batch_size:
-            self.look()
+            self.look(wait)
         return [*self.done][: self.train_loader.batch_size]
 
-    def look(self) -> None:
+    def look(self, wait: Wait) -> None:
         """Waits a moment, and notes the groups that are finished."""
-        for call, answers in self.rollout.take_finished([*self.coming]).items():
+        for call, answers in self.rollout.take_finished([*self.coming], wait).items():
             self.done[self.coming.pop(call)] = join_rows(answers)
 
     def state(self) -> dict[str, Any]:
