@@ -7,7 +7,6 @@ from pathlib import Path
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoTokenizer,
@@ -71,14 +70,6 @@ def check_has_value_head(config: PretrainedConfig, model_key: str) -> None:
             f"{model_key}: transformers has no {config.model_type} with a value a token: choose another critic, or an "
             "algorithm.adv_estimator without one (grpo)."
         )
-
-
-def check_is_reward_model(config: PretrainedConfig, model_key: str) -> None:
-    """Raises ValueError unless transformers has the model that `model_key` names with one number a sequence."""
-    if not is_known(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "AutoModelForSequenceClassification"):
-        raise ValueError(f"{model_key}: transformers has no {config.model_type} with a score a sequence.")
-    if config.num_labels != 1:
-        raise ValueError(f"{model_key}: it has {config.num_labels} outputs a sequence, and a reward model has one.")
 
 
 def is_known(config: PretrainedConfig, models: dict[type, type], auto_class: str) -> bool:

@@ -43,8 +43,6 @@ FACTS = frozenset(("split", "messages", "response_ids", "end_reason", "group", "
 SERVED = ("reward_router_address", "reward_model_tokenizer")  # verl's arguments about a judge that it serves
 VERL_ARGUMENTS = 4
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# What the log and the records of samples call the scores of a run and the texts beside them.
-TAKEN = frozenset(("score", "reward", "rm_score", "function_score", "step", "input", "output", "gts", "turns", "rows"))
 
 
 class Form:

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
 
 from configs.schema import Config, PretrainedModelConfig
 from data.chat import Prompt, as_text, encode_pieces, render
-from data.pretrained import check_is_reward_model, load_model_config, load_tokenizer
+from data.pretrained import is_known, load_model_config, load_tokenizer
 from data.protocol import DataProto, object_array
 from data.types import Metrics, Stage
 from training.reward import place_scores, reward_of
@@ -48,6 +48,14 @@ class ModelScores(Stage):
         if is_alone or not batch.meta_info.get("validate"):
             add_model_scores(batch, self.trainer.roles["rm"], self.config.reward.reward_model.function_weight, is_alone)
         return {}
+
+
+def check_is_reward_model(config: PretrainedConfig, model_key: str) -> None:
+    """Raises ValueError unless transformers has the model that `model_key` names with one number a sequence."""
+    if not is_known(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "AutoModelForSequenceClassification"):
+        raise ValueError(f"{model_key}: transformers has no {config.model_type} with a score a sequence.")
+    if config.num_labels != 1:
+        raise ValueError(f"{model_key}: it has {config.num_labels} outputs a sequence, and a reward model has one.")
 
 
 def add_model_scores(batch: DataProto, model: Any, function_weight: float, is_alone: bool) -> None:

@@ -15,8 +15,10 @@ from data.protocol import DataProto
 from data.rows import RUN_COLUMNS
 from data.types import NotScored, Row
 from training.reward import RewardRun, parse_scores
-from training.reward_function import TAKEN, FunctionReward, load_function
+from training.reward_function import FunctionReward, load_function
 
+# What the log and the records of samples call the scores of a run and the texts beside them.
+TAKEN = frozenset(("score", "reward", "rm_score", "function_score", "step", "input", "output", "gts", "turns", "rows"))
 NOT_MINE = NotScored("not mine", "it returned None")  # of one of the functions
 NO_PART = NotScored("error", "all functions returned None")
 
