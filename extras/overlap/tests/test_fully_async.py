@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,15 +18,19 @@ from transformers import AutoTokenizer, PreTrainedModel
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, RolloutConfig
 from data.types import Completion, SamplingParams
+from extras.overlap.fully_async import AsyncRollout
 from extras.overlap.generator import ReloadingEngine
 from extras.overlap.tests.test_overlap import APART, assert_same_weights, trained
 from tests.runs import compose, needs_vllm
 from training.ray_trainer import RayPPOTrainer
+from training.roles import ROLES, WorkerError
+from workers.deadlines import Beat, Wait
 from workers.engine_pump import EngineError
 from workers.models import load_causal_lm
 from workers.rollout import Rollout, build_rollout, load_rollout_class
 
 TOKENS = 24
+SOON = 0.05  # seconds
 AHEAD = (*APART, "trainer.async_mode=fully_async", "algorithm.rollout_correction.rollout_is=token")
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 6, 7]]
 
@@ -193,3 +199,13 @@ def test_groups_that_are_finished_first_are_learnt_once_and_again_in_that_order(
 def test_what_cannot_run_ahead_is_refused_in_a_line(settings, message):
     with pytest.raises(ConfigError, match=message):
         compose(*settings)
+
+
+def test_a_generator_that_gets_no_further_ends_the_wait_though_it_answers_every_call(monkeypatch):
+    """The second has given its rows; the first lives, and its engine takes no step."""
+    monkeypatch.setattr("workers.deadlines.BEAT_SECONDS", SOON)
+    numbers, group = count(), Mock(size=2)
+    group.submit.return_value.result.return_value = [{}, {0: "rows"}]
+    group.wait_for = lambda verb: Wait(verb, [(1, "a"), (2, "b")], lambda rank: Beat(next(numbers), 3, ""), 4 * SOON)
+    with pytest.raises(WorkerError, match=r"generator.answer gets no further .*, by rank 0 \(pid 1 on a\)\.$"):
+        AsyncRollout(group, ROLES["rollout"])._answers([(), ()])
