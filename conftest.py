@@ -78,6 +78,7 @@ ENGINES = (
         "test_pools.py",
         "test_overlap.py",
         "test_fully_async.py",
+        "test_restarted.py",
         "test_extras.py::test_the_core_alone_trains_on_ray",
     ),
 )
