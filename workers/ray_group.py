@@ -219,11 +219,10 @@ class RayPending:
         late = self._busy()
         return f"\nIt waited actor_rollout_ref.nccl_timeout seconds; ranks {late} have not come. If slow, raise it."
 
-    @staticmethod
-    def _death(rank: int, error: Exception) -> "WorkerError":
+    def _death(self, rank: int, error: Exception) -> "WorkerError":
         session = ray.get_runtime_context()
         logs = f"{session.get_temp_dir()}/{session.get_session_name()}/logs"
-        return WorkerError(f"worker rank {rank} died: {error}. Its log is under {logs}.")
+        return WorkerError(f"worker rank {rank} died in {self.wait.verb}: {error}. Its log is under {logs}.")
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:
