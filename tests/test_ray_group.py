@@ -311,6 +311,7 @@ def test_what_others_wait_for_may_be_slow_but_not_silent():
 def test_a_worker_in_this_process_that_hangs_is_named_too(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("workers.deadlines.NOTICE_SECONDS", 0.1)
     monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 0.1)
+    monkeypatch.setattr("workers.deadlines.longest", {})
     LocalGroup(1, EchoWorker).submit("echo", "sleep", [(0.5,)])
     printed = capsys.readouterr().err
     assert re.search(rf"echo.sleep has .* from rank 0 \(pid {os.getpid()}, \w+\)", printed)
