@@ -70,6 +70,20 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     return DataProto.from_dict(tensors, arrays)
 
 
+def serialize_single_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
+    """Returns (dtype, shape, bytes as uint8) of a tensor."""
+    flat = tensor.cpu().contiguous().view(-1)
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy()
+
+
+def deserialize_single_tensor(state: tuple[str, tuple[int, ...], np.ndarray]) -> Tensor:
+    """Makes a CPU tensor of what `serialize_single_tensor` returned."""
+    dtype, shape, data = state
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    tensor.view(-1).view(torch.uint8).numpy()[:] = data  # copied, as it may be read-only
+    return tensor
+
+
 def sample_level_repeat(self: DataProto, repeat_times: Sequence[int] | Tensor) -> DataProto:
     """Returns row i `repeat_times[i]` times, in the order of the rows."""
     assert len(repeat_times) == len(self), f"{len(repeat_times)} numbers of repeats for {len(self)} rows"

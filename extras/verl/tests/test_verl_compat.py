@@ -29,6 +29,7 @@ from extras.verl.compat import (
     compute_policy_loss,
     compute_policy_loss_reinforce,
     compute_rewards,
+    deserialize_single_tensor,
     entropy_from_logits,
     get_response_mask,
     group_mean_std,
@@ -36,6 +37,7 @@ from extras.verl.compat import (
     pad_dataproto_to_divisor,
     pad_sequence_to_length,
     postprocess_data,
+    serialize_single_tensor,
     unpad_dataproto,
 )
 from extras.verl.imports import StandIns, names_of_verl
@@ -295,3 +297,9 @@ def test_verls_schema_classes_are_read_by_attribute_and_by_key():
     assert schema["function"]["name"] == "f"
     with pytest.raises(AttributeError, match="the schema has no 'nam'"):
         schema.nam  # noqa: B018
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
+def test_a_tensor_comes_back_as_it_was(dtype: torch.dtype):
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)[:, 1:]
+    assert torch.equal(deserialize_single_tensor(serialize_single_tensor(tensor)), tensor)
