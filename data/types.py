@@ -7,7 +7,7 @@ DataProto (data/protocol.py).
 """
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,7 +70,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
-    episode: int | None = None
+    episode: Hashable | None = None
 
 
 @dataclass(frozen=True)

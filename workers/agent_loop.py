@@ -83,7 +83,7 @@ class AgentLoop:
         thread, stuck_before = CallingThread(), len(stuck)
         pump = AsyncEngine(self.engine, nullcontext, thread)
         numbers = range(first_row, first_row + len(prompts))
-        policies = [Policy(pump, sampling, seed, number, not self.turns_apart) for number in numbers]
+        policies = [Policy(pump, sampling, seed, number, not self.turns_apart, number) for number in numbers]
         with loop_in_thread() as loop:
             try:
                 episodes = thread.run_until(asyncio.run_coroutine_threadsafe(self.play_all(prompts, policies), loop))
@@ -103,7 +103,7 @@ class AgentLoop:
             try:
                 samples = await episode.play(policy, self.chat, self.limits)
             finally:
-                policy.pump.forget(policy.row)
+                policy.pump.forget(policy.episode)
                 with warns_of_close("an episode"):
                     await episode.close()
             if samples[0].end_reason != "env_error":

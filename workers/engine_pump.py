@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Client:
     """A waiting client of a request: `seen` tokens are in `pieces` already. `episode`: of which it is a turn."""
 
     request: Request
-    episode: int | None = None
+    episode: Hashable | None = None
     seen: int = 0
     pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
 
@@ -91,7 +91,7 @@ class AsyncEngine:
         self.pumping: asyncio.Task | None = None
 
     async def complete(
-        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: int, goes_on: bool
+        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: Hashable, goes_on: bool
     ) -> Completion:
         """Returns the whole response to a prompt, a turn of `episode`; raises as `answer` does. `goes_on`: the prompt
         of its next turn begins with this one and the response, as far as is known."""
@@ -129,13 +129,13 @@ class AsyncEngine:
                 self.leaving.append(number)
                 self._wake()
 
-    def forget(self, episode: int) -> None:
+    def forget(self, episode: Hashable) -> None:
         """Tells the engine that this episode is over."""
         self.ended.append(episode)
         self._is_back(episode)
         self._wake()
 
-    def _is_back(self, episode: int) -> None:
+    def _is_back(self, episode: Hashable) -> None:
         self.between_turns.discard(episode)
         if not self.between_turns:
             self.all_back.set()

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -136,20 +136,6 @@ class ReloadingEngine(AsyncEngine):
         return replace(done, token_ids=token_ids, log_probs=log_probs, weight_version=versions)
 
 
-@dataclass(frozen=True)
-class NamedPolicy(Policy):
-    """The policy as row `number` of a call asks it; among those of all calls the row has a name."""
-
-    number: int = 0
-
-    async def answer(
-        self, prompt_ids: list[int], max_tokens: int, turn: int, sampling: SamplingParams | None = None
-    ) -> Completion:
-        sampling = replace(sampling or self.sampling, max_tokens=max_tokens)
-        seed = derive_seed(self.seed, "row", self.number, "turn", turn)
-        return await self.pump.complete(prompt_ids, sampling, seed, self.row, self.goes_on)
-
-
 class Generator:
     """Generates beside what else this worker is asked for."""
 
@@ -202,11 +188,8 @@ class Generator:
     ) -> DataProto:
         """Plays the episodes that rows begin."""
         agents, names = self.rollout.agent_loop, [f"{seed}-{number}" for number in numbers]
-        goes_on = not agents.turns_apart
-        policies = [
-            NamedPolicy(pump, sampling, seed, name, goes_on, number)
-            for name, number in zip(names, numbers, strict=True)
-        ]
+        rows = zip(numbers, names, strict=True)
+        policies = [Policy(pump, sampling, seed, number, not agents.turns_apart, name) for number, name in rows]
         return agents.columns(prompts, await agents.play_all(prompts, policies), names)
 
     async def complete(

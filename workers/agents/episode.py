@@ -5,7 +5,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy as the episode of row `row` asks it, with draws of its own.
+    """The policy as the episode of row `row` asks it, with draws of its own; the engine knows it as `episode`.
 
     `goes_on`: whether the prompt of a turn begins with the turn before, so that its keys and values are worth keeping.
     """
@@ -44,6 +44,7 @@ class Policy:
     seed: int
     row: int
     goes_on: bool
+    episode: Hashable
 
     async def answer(
         self, prompt_ids: list[int], max_tokens: int, turn: int, sampling: SamplingParams | None = None
@@ -51,7 +52,7 @@ class Policy:
         """Answers a prompt that holds all turns before this one by at most `max_tokens` tokens."""
         sampling = replace(sampling or self.sampling, max_tokens=max_tokens)
         seed = derive_seed(self.seed, "row", self.row, "turn", turn)
-        return await self.pump.complete(prompt_ids, sampling, seed, self.row, self.goes_on)
+        return await self.pump.complete(prompt_ids, sampling, seed, self.episode, self.goes_on)
 
 
 class Episode(ABC):
