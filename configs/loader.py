@@ -36,7 +36,6 @@ from configs.extras import absence, absent_extra_of, asked_for, commands, find, 
 from configs.paths import home_spelt_out
 from configs.schema import Config
 from configs.settings import (
-    EACH_EPOCH,
     Frozen,
     Keys,
     assign,
@@ -400,7 +399,7 @@ RULES = {
     "lt": (lambda value, bound: value < bound, "must be below {}"),
     "filled": (lambda value, _: value.strip() != "", "must not be empty"),
     "texts": (lambda value, _: is_text_or_texts(value), "must be a text or a list of texts"),
-    "steps": (lambda value, _: value == EACH_EPOCH or type(value) is int, f"must be a whole number, or {EACH_EPOCH}"),
+    "steps": (lambda value, words: value in words or type(value) is int, "must be a whole number, or {}"),
 }
 
 

@@ -14,7 +14,7 @@ from configs.errors import ConfigError
 from configs.extras import section
 from configs.paths import find_path
 from configs.process import worker_threads
-from configs.settings import Frozen, Open, group, own_keys, setting
+from configs.settings import LAST, Frozen, Open, group, own_keys, setting
 
 AGGREGATION_MODES = (
     "token-mean",
@@ -598,7 +598,11 @@ class TrainerConfig(
     cls: str = setting("training.ray_trainer:RayPPOTrainer", "The trainer: ours, or your subclass as file.py:Class.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
     test_freq: int = setting(-1, "Validate every this many steps, and after the last; -1: never.")
-    save_freq: int = setting(-1, "Save every this many steps, and after the last; -1: never, so the model is lost.")
+    save_freq: int | str = setting(
+        -1,
+        "Save every this many steps, and after the last; last: only then; -1: never, so the model is lost.",
+        steps=(LAST,),
+    )
     critic_warmup: int = setting(0, "The policy learns from this step on; before it, only the critic.", ge=0)
     log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
     max_skipped_updates: int = setting(3, "End the run after this many non-finite updates in a row.", ge=1)

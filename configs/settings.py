@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
-EACH_EPOCH = "after_each_epoch"  # for a number of steps
+EACH_EPOCH, LAST = "after_each_epoch", "last"  # for a number of steps
 SECRET, MASK = re.compile(r"(?i)(key|token|password|secret)$"), "***"
 SECRET_IN_DICT = re.compile(r"""(?i)((?:key|token|password|secret)["']?\s*:\s*)("[^"]*"|'[^']*'|[^\s,}\]]+)""")
 PASSWORD_IN_URL = re.compile(r"(://[^/@\s:$]*:)[^/@\s$]+(?=@)")
@@ -24,7 +24,7 @@ unresolved: dict[str, tuple[Any, Any]] = {}  # by dotted key: what names variabl
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
     """Declares a config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list),
-    `filled` (a text that says something), `steps` (a number, or after_each_epoch).
+    `filled` (a text that says something), `steps` (a whole number, or one of these words).
 
     None always passes a rule. `free="NAME"` on a dict: the section accepts unknown keys where its setting NAME is set,
     which names a file of the user's, and keeps them in this dict; `free=True`: always.

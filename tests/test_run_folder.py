@@ -172,6 +172,14 @@ def test_a_run_whose_folder_is_deleted_ends_and_leaves_alone_what_came_there(tin
     assert [path.name for path in tmp_path.rglob("*")] == ["other", *["run", "run.lock"] * comes]
 
 
+def test_a_run_may_save_after_its_last_step_alone(tiny_model, tmp_path, capsys):
+    main.main(["--config-name", "frozenlake", *short_run(tiny_model, tmp_path, *TWO_STEPS, "trainer.save_freq=last")])
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+    assert "and after the last step a checkpoint of " in capsys.readouterr().out
+    assert "save_freq='often' must be a whole number, or last." in refusal(capsys, "trainer.save_freq=often")
+    assert "save_freq=None: it cannot be null" in refusal(capsys, "trainer.save_freq=null")
+
+
 def test_what_cannot_be_resumed_from_is_said_and_refused(tiny_model, tmp_path, monkeypatch, capsys):
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"
     command = short_run(tiny_model, tmp_path, *TWO_STEPS, contents)

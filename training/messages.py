@@ -14,6 +14,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import TrainerConfig
+from configs.settings import LAST
 from data.protocol import DataProto
 from training.checkpoint import CONFIG_FILE, find_checkpoint, lacks
 from training.episode_rows import EpisodeRows
@@ -28,14 +29,15 @@ def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
     if trainer.val_only:
         return f"trainer.val_only=true: nothing is written to {trainer.default_local_dir}."
     written = f"files go to {trainer.default_local_dir}: {METRICS_FILE}, {CONFIG_FILE}"
-    if trainer.save_freq <= 0:
+    often = trainer.save_freq
+    if often != LAST and often <= 0:
         return (
             f"{written}. No checkpoint will be written, and the trained model is gone when the run ends: "
-            "trainer.save_freq=N saves every N steps and after the last."
+            "trainer.save_freq=last saves it after the last step, trainer.save_freq=N every N steps as well."
         )
     resume = f" (without {lacking} it cannot be resumed from)" if (lacking := lacks(contents)) else ""
-    interval = "step" if trainer.save_freq == 1 else f"{trainer.save_freq} steps and after the last"
-    return f"{written}, and every {interval} a checkpoint of {', '.join(contents)}{resume}."
+    when = {LAST: "after the last step", 1: "every step"}.get(often, f"every {often} steps and after the last")
+    return f"{written}, and {when} a checkpoint of {', '.join(contents)}{resume}."
 
 
 def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> str:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.process import Requests, end_by, in_words
 from configs.schema import Config
+from configs.settings import LAST
 from data.files import FolderLost, check_is_ours, rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
@@ -79,6 +80,7 @@ class Run:
         self.validation: Metrics = {}
         self.folder = Path(config.trainer.default_local_dir)
         self.saver = Saver(self.folder, self.write_state, config.trainer.max_ckpt_to_keep, self.is_written)
+        self.save_freq = total_steps if config.trainer.save_freq == LAST else config.trainer.save_freq
         self.contents, self.in_background = contents, in_background
         self.timing: dict[str, float] = {}
         self.began = time.monotonic()
@@ -151,7 +153,7 @@ class Run:
                 self.after_step(batch)
                 save_requested, ending = requests.take()
                 self.metrics |= self.saver.finish(wait=False)
-                saves, is_last = save_requested or self.is_due(settings.save_freq), self.global_step == self.total_steps
+                saves, is_last = save_requested or self.is_due(self.save_freq), self.global_step == self.total_steps
                 if saves or is_last or ending is not None:
                     with timer("save_checkpoint", self.timing):
                         self.metrics |= self.save() if saves else {}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from configs.errors import ConfigError
-from configs.settings import EACH_EPOCH, Frozen, setting
+from configs.settings import EACH_EPOCH, LAST, Frozen, setting
 
 LONG = 1800  # seconds: for a machine to come back
 NEEDED = ("model", "optimizer", "extra")  # parts of a checkpoint
@@ -26,7 +26,7 @@ class Settings(Frozen):
         super().check(config, key)
         if not self.max_restarts:
             return
-        if self.save_freq != EACH_EPOCH and self.save_freq <= 0:
+        if self.save_freq == LAST or (self.save_freq != EACH_EPOCH and self.save_freq <= 0):
             raise ConfigError(
                 f"{key}.max_restarts={self.max_restarts} needs checkpoints to go on from: set {key}.save_freq above 0."
             )

@@ -14,7 +14,7 @@ from configs.schema import (
     RunConfig,
     TrainFSDPConfig,
 )
-from configs.settings import Frozen, Open, group, own_keys, setting
+from configs.settings import EACH_EPOCH, LAST, Frozen, Open, group, own_keys, setting
 
 
 @dataclass
@@ -53,13 +53,15 @@ class SFTDataConfig(Open):
 
 @dataclass
 class SFTTrainerConfig(section("restarts"), RunConfig):
-    test_freq: Any = setting(
+    test_freq: int | str = setting(
         -1,
         "Validate every so many steps, or after_each_epoch, and after the last; -1: after it only.",
-        steps=True,
+        steps=(EACH_EPOCH,),
     )
-    save_freq: Any = setting(
-        -1, "Save every this many steps, or after_each_epoch, and after the last; -1: only then.", steps=True
+    save_freq: int | str = setting(
+        -1,
+        "Save every this many steps, or after_each_epoch, and after the last; -1 and last: only then.",
+        steps=(EACH_EPOCH, LAST),
     )
 
 

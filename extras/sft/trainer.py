@@ -23,7 +23,7 @@ from configs.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from configs.settings import EACH_EPOCH, with_settings
+from configs.settings import EACH_EPOCH, LAST, with_settings
 from data.files import sole_run
 from data.padding import collate
 from data.pretrained import check_positions, load_model_config, load_tokenizer
@@ -97,8 +97,9 @@ def worker_config(config: SFTConfig) -> Config:
 def train(config: SFTConfig, parts: SFTParts) -> Path:
     """Starts the workers and runs the training loop, in a folder that this run has locked."""
     epoch, settings = len(parts.train_loader), config.trainer
-    each = {f"trainer.{name}": epoch for name in ("test_freq", "save_freq") if settings[name] == EACH_EPOCH}
-    config = with_settings(config, each)
+    steps = {EACH_EPOCH: epoch, LAST: -1}
+    words = {name: settings[name] for name in ("test_freq", "save_freq") if settings[name] in steps}
+    config = with_settings(config, {f"trainer.{name}": steps[word] for name, word in words.items()})
     print(worker_summary(worker_config(config)), files_to_come(config.trainer, parts.total_steps), sep="\n")
     pools = start_pools(worker_config(config), parts.total_steps, ["actor"])
     try:

@@ -202,6 +202,7 @@ def test_the_process_that_waits_has_not_loaded_torch(tiny_model, tmp_path):
     ("override", "message"),
     [
         ("trainer.save_freq=-1", "trainer.max_restarts=1 needs checkpoints .*trainer.save_freq"),
+        ("trainer.save_freq=last", "trainer.max_restarts=1 needs checkpoints .*trainer.save_freq"),
         ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", "add optimizer, extra to"),
     ],
 )

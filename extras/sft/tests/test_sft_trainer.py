@@ -175,7 +175,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def test_a_signal_ends_it_after_its_step_which_is_saved(tiny_model, unbroken, tmp_path, capfd):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(SFTTrainer, "step", signalled(SFTTrainer.step, 3, signal.SIGTERM))
-        run(four_steps(tmp_path, tiny_model, "trainer.save_freq=-1"))
+        run(four_steps(tmp_path, tiny_model, "trainer.save_freq=last"))
     assert "after step 3 of 4, which is saved: the same command goes on from it" in capfd.readouterr().out
     run(four_steps(tmp_path, tiny_model))
     assert_same_run(tmp_path / "run", unbroken)
