@@ -272,10 +272,8 @@ def test_a_worker_that_gets_no_further_ends_the_run_and_one_that_is_slow_does_no
         slow = made.submit("echo", "sleep_in_pieces", [(16.0, 16), (0.0, 1)])
         assert slow.result() == ["done"] * 2
         limit = "echo.sleep gets no further for trainer.stall_timeout=6 s, by rank 0"
-        line = r"time\.sleep\(seconds\)"
-        with pytest.raises(
-            WorkerError, match=rf"(?s){limit} \(pid \d+, sleeping; without progress .*{line}"
-        ) as failure:
+        stuck = rf"(?s){limit} \(pid \d+, sleeping; without progress .*time\.sleep\(seconds\)"
+        with pytest.raises(WorkerError, match=stuck) as failure:
             made.submit("echo", "sleep", [(30.0,), (0.0,)]).result()
         assert isinstance(failure.value, MayPass) and "in sleep\n" in str(failure.value), "which may be started again"
         os.kill(pid := made.places[1][0], signal.SIGSTOP)
@@ -283,6 +281,21 @@ def test_a_worker_that_gets_no_further_ends_the_run_and_one_that_is_slow_does_no
             made.submit("echo", "hear", [("a",)] * 2).result()
     finally:
         made.close()
+
+
+@pytest.mark.slow
+def test_of_two_groups_that_wait_for_each_other_the_silent_end_is_named_first(cluster: None, monkeypatch):
+    monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
+    ends = [RayWorkerGroup(Resources(1, threads=1, gpus=0), EchoWorker, stall_timeout=6.0) for _ in range(2)]
+    try:
+        os.kill(pid := ends[1].places[0][0], signal.SIGSTOP)
+        waits, silent = ends[0].submit("echo", "sleep", [(30.0,)]), ends[1].submit("echo", "draw", [()])
+        words = rf"by rank 0 in echo.draw \(pid {pid}, stopped; .*\), rank 0 in echo.sleep \(.* without progress"
+        with pytest.raises(WorkerError, match=words):
+            RayPending(waits.calls + silent.calls, waits.wait.beside(silent.wait)).result()
+    finally:
+        for end in ends:
+            end.close()
 
 
 def test_what_others_wait_for_may_be_slow_but_not_silent():
@@ -560,7 +573,7 @@ def test_ranks_that_another_waited_for_in_vain_are_named(monkeypatch: pytest.Mon
     failure = ray.exceptions.RayTaskError("update", "Timed out waiting 600000ms for recv", RuntimeError())
     monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls[:1], calls[1:]))
     monkeypatch.setattr(ray, "get", mock.Mock(side_effect=failure))
-    with pytest.raises(WorkerError, match=r"(?s)rank 0 failed:.*actor_rollout_ref\.nccl_timeout .* ranks \[1, 2\]"):
+    with pytest.raises(WorkerError, match=r"(?s)rank 0 failed:.*actor_rollout_ref\.nccl_timeout .* rank 1, rank 2"):
         RayPending(["one", "other", "third"], Wait("update", [], lambda _: None)).result()
 
 

@@ -61,6 +61,7 @@ class Wait:
         places: of all ranks, as RemoteWorker.place returns them.
         newest: returns the newest beat of a rank; None: there is none.
         limit: seconds until `check` gives up; None: never.
+        names: of all ranks, unless their numbers say enough.
 
     Attributes:
         late: ranks that have not come back.
@@ -74,12 +75,20 @@ class Wait:
         places: Sequence[tuple[int, str]],
         newest: Callable[[int], Beat | None],
         limit: float | None = None,
+        names: Sequence[str] = (),
     ) -> None:
-        self.verb, self.places, self.newest, self.limit = verb, places, newest, limit
+        self.verb, self.places, self.newest, self.limit, self.names = verb, places, newest, limit, names
         self.late: Sequence[int] = range(len(places))
         self.beats: dict[int, Beat] = {}
         self.silent, self.idle = Counter[int](), Counter[int]()
         self.over, self.began = threading.Event(), 0.0
+
+    def beside(self, other: "Wait") -> "Wait":
+        """Watches those of both, who wait for each other: `other`'s ranks go on after these."""
+        ends = [(wait, rank) for wait in (self, other) for rank in range(len(wait.places))]
+        names = [f"rank {rank} in {wait.verb}" for wait, rank in ends]
+        verb, places = f"{self.verb} with {other.verb}", [*self.places, *other.places]
+        return Wait(verb, places, lambda end: ends[end][0].newest(ends[end][1]), self.limit, names)
 
     def __enter__(self) -> Self:
         self.began = time.monotonic()
@@ -117,13 +126,17 @@ class Wait:
             raise WorkerError(f"{self.verb} gets no further for trainer.stall_timeout={self.limit:g} s, by {self}")
 
     def __str__(self) -> str:
-        """Names those that are late, and what each does; below, where the first is that gets no further."""
-        stuck = [rank for rank in self.late if self.idle[rank] > UNSURE_SECONDS >= self.silent[rank]]
-        where = "".join(f"\nRank {rank} is here:\n{self.beats[rank].stacks}" for rank in stuck[:1])
-        return ", ".join(map(self._describe, self.late)) + "." + where.rstrip()
+        """Names those that are late, the silent ones first, and what each does; below, where one is that is stuck."""
+        late = sorted(self.late, key=lambda rank: self.silent[rank] <= UNSURE_SECONDS)
+        stuck = [rank for rank in late if self.idle[rank] > UNSURE_SECONDS >= self.silent[rank]]
+        where = "".join(f"\n{self.name(rank).capitalize()} is here:\n{self.beats[rank].stacks}" for rank in stuck[:1])
+        return ", ".join(map(self._describe, late)) + "." + where.rstrip()
+
+    def name(self, rank: int) -> str:
+        return self.names[rank] if self.names else f"rank {rank}"
 
     def _describe(self, rank: int) -> str:
-        text = f"rank {rank} ({state_of(*self.places[rank])}" if rank < len(self.places) else f"rank {rank} (starting"
+        text = f"{self.name(rank)} ({state_of(*self.places[rank]) if rank < len(self.places) else 'starting'}"
         silent, idle = self.silent[rank], self.idle[rank]
         if silent > UNSURE_SECONDS:
             return f"{text}; says nothing for {silent:.0f} s: stopped, swapped out, or its machine is gone)"

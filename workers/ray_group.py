@@ -192,7 +192,7 @@ class RayPending:
                         raise error.cause from None
                     self._look_for_deaths()
                     text = COLOUR.sub("", str(error))  # it has the worker's traceback, so ours is left out
-                    raise WorkerError(f"worker rank {rank} failed:\n{text}{self._missing(text)}") from None
+                    raise WorkerError(f"worker {self.wait.name(rank)} failed:\n{text}{self._missing(text)}") from None
         return [results[rank] for rank in range(len(self.calls))]
 
     def _busy(self) -> list[int]:
@@ -216,13 +216,13 @@ class RayPending:
         """Names the ranks that still do something else, where `text` is of one that has waited in vain."""
         if WAITED not in text:
             return ""
-        late = self._busy()
-        return f"\nIt waited actor_rollout_ref.nccl_timeout seconds; ranks {late} have not come. If slow, raise it."
+        late = ", ".join(map(self.wait.name, self._busy()))
+        return f"\nIt waited actor_rollout_ref.nccl_timeout seconds; {late} have not come. If slow, raise it."
 
     def _death(self, rank: int, error: Exception) -> "WorkerError":
         session = ray.get_runtime_context()
         logs = f"{session.get_temp_dir()}/{session.get_session_name()}/logs"
-        return WorkerError(f"worker rank {rank} died in {self.wait.verb}: {error}. Its log is under {logs}.")
+        return WorkerError(f"worker {self.wait.name(rank)} died in {self.wait.verb}: {error}. Its log is under {logs}.")
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:

@@ -231,7 +231,3 @@ class Generator:
         certificate = self.rollout.update_weights(version)
         self.open()
         return bits, certificate
-
-
-def build_generator(worker: ModelWorker) -> Generator:
-    return Generator(worker)

@@ -15,10 +15,9 @@ from configs.process import worker_threads
 from configs.schema import Config
 from configs.settings import with_settings
 from workers.collectives import connect, open_store, rank
-from workers.engine import TrainEngine
 from workers.group import Group, RolloutRole
 from workers.model_worker import ModelWorker
-from workers.ray_group import store_host
+from workers.ray_group import RayPending, store_host
 
 
 def split(config: Config, roles: Sequence[str]) -> list[tuple[Config, list[str]]]:
@@ -54,7 +53,8 @@ class ApartRollout(RolloutRole):
         """Calls both ends of the wire, each of which waits for the other: the senders, and `role` in this pool."""
         sending = self.learners.submit("sender", method, [()] * self.learners.size)
         taking = self.group.submit(role, role_method, shares)
-        return sending.result(), taking.result()
+        answers = RayPending(sending.calls + taking.calls, sending.wait.beside(taking.wait)).result()
+        return answers[: self.learners.size], answers[self.learners.size :]
 
     def move_weights(self, role: str, method: str, *arguments: Any) -> list[Any]:
         """Sends the weights of the learners to `role`; returns what else it answers than the sum of their bits."""
@@ -73,8 +73,9 @@ class ApartRollout(RolloutRole):
 class WireEnd:
     """Sends or receives the weights that are trained: rank 0 of the wire is the trainer's first worker."""
 
-    def __init__(self, policy: TrainEngine, timeout: int) -> None:
-        self.policy, self.timeout = policy, timedelta(seconds=timeout)
+    def __init__(self, worker: ModelWorker) -> None:
+        self.policy = worker.policy
+        self.timeout = timedelta(seconds=worker.config.actor_rollout_ref.nccl_timeout)
 
     def connect(self, store: dist.Store, place: int, size: int) -> None:
         """Makes this process number `place` on the wire of `size`."""
@@ -135,11 +136,3 @@ class Receiver(WireEnd):
                 bits += self.broadcast(full)
                 weight.copy_(policy.parallel.part(full, weight))
         return bits, None
-
-
-def build_sender(worker: ModelWorker) -> Sender:
-    return Sender(worker.policy, worker.config.actor_rollout_ref.nccl_timeout)
-
-
-def build_receiver(worker: ModelWorker) -> Receiver:
-    return Receiver(worker.policy, worker.config.actor_rollout_ref.nccl_timeout)
