@@ -23,6 +23,7 @@ TABLE: dict[str, dict[str, str]] = {
         "sglang": "extras.sglang.rollout:SGLangRollout",
         "openai": "extras.openai.rollout:OpenAIRollout",
     },
+    "rollout": {"generate_sequences": "extras.verl.engines:WholeBatches"},  # of an engine that defines it itself
     "sync": {"plain": "workers.weight_sync:WeightSync", "certificate": "extras.certificate.certificate:Certificate"},
     "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
     "parallel": {"replicas": "workers.parallel:Replicas", "fsdp2": "extras.sharding.layout:Sharded"},
@@ -77,6 +78,7 @@ TABLE: dict[str, dict[str, str]] = {
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
     },
+    "sampler": {"source_weights": "extras.curriculum.mixture:MixtureSampler"},  # by the setting of data
     "dataset": {"files": "data.rl_dataset:RLHFDataset", "datagen": "extras.datagen.dataset:DynamicGenDataset"},
     "format": {"llama3": "extras.tools.llama3:Llama3Parser"},  # of calls, beside those of data/tool_parsers.py
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
@@ -109,6 +111,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settings begin, behind any section
     "dry_run": ("trainer.dry_run",),
     "datagen": ("data.datagen",),
+    "curriculum": ("data.source_weights",),
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
     "restarts": ("trainer.max_restarts",),
     "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch"),

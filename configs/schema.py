@@ -54,7 +54,7 @@ class FileRows(Open):
 
 
 @dataclass
-class DataConfig(section("datagen"), FileRows):
+class DataConfig(section("datagen"), section("curriculum"), FileRows):
     train_files: Any = setting(None, "Training rows: files, folders, globs, datasets:N, reasoning_gym:T.", texts=True)
     val_files: Any = setting(None, "Validation rows, as train_files; null: no validation on rows.", texts=True)
     train_max_samples: int = setting(-1, "Use at most this many training rows; -1: all.", ge=-1)
@@ -78,7 +78,6 @@ class DataConfig(section("datagen"), FileRows):
     custom_cls: DatasetClassConfig = group(DatasetClassConfig, "A dataset class of yours; null: RLHFDataset.")
     sampler: SamplerConfig = group(SamplerConfig, "A sampler of yours (curriculum).")
     max_bad_fraction: float = setting(0.0, "Share of rows that may be unusable: left out and listed.", ge=0, lt=1)
-    source_weights: dict[str, Any] = setting({}, "Proportions by which sources are drawn; {}: each row once an epoch.")
     extras: dict[str, Any] = own_keys("data", "custom_cls.path")
 
 

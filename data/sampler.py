@@ -1,4 +1,4 @@
-"""Draws the rows of each batch: samplers, mixtures of sources, and a loader that resumes at exactly its place.
+"""Draws the rows of each batch: samplers, and a loader that resumes at exactly its place.
 
 The order of an epoch is a function of (seed, epoch), so that a run's position is two numbers. Nothing is fetched ahead:
 a curriculum that learns from a step decides over the very next row.
@@ -6,7 +6,7 @@ a curriculum that learns from a step decides over the very next row.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,11 +15,11 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from configs.errors import notice
+from configs.extras import asked_for
 from configs.import_utils import bind, load_subclass, required_arguments
 from configs.schema import DataConfig
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
-from data.rows import column_of
 from data.seeding import numpy_generator
 from data.types import Row
 
@@ -132,52 +132,28 @@ class RandomSampler(SequentialSampler):
         return iter(numpy_generator(self.seed, "row order", self.epoch).permutation(self.rows_of_epoch()).tolist())
 
 
-class MixtureSampler(RandomSampler):
-    """Draws rows of several sources (column data.reward_fn_key) in proportion to data.source_weights.
-
-    An epoch is as many rows as the dataset has. A source that runs out in it begins anew; of one with more rows than
-    its share, each epoch draws others.
-
-    Raises:
-        ValueError: a source has no weight, or a weight no source.
-    """
-
-    def __init__(self, data_source: Sized, data_config: DataConfig, seed: int) -> None:
-        super().__init__(data_source, data_config, seed)
-        iter(self)  # or raises
-
-    def __iter__(self) -> Iterator[int]:
-        sources = column_of(self.data_source, self.data_config.reward_fn_key)[: self.rows_of_epoch()]
-        weights, rng = self.data_config.source_weights, numpy_generator(self.seed, "mixture", self.epoch)
-        return iter(mixed_order(sources, weights, rng, self.data_config.shuffle))
-
-
 def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> AbstractSampler:
-    """Makes the sampler that data.sampler names, or that mixes by data.source_weights, or a random or sequential one.
+    """Makes the sampler that data.sampler names, or one of an extra that is asked for, or a random or sequential one.
 
     Args:
         seed: trainer.seed; data.seed, where set, comes first.
 
     Raises:
         TypeError, ValueError: the user's class is no Sampler, cannot be called with data.sampler.kwargs,
-            or has an `update` of another form; both it and weights are set, or weights are not those of the data.
+            or has an `update` of another form.
     """
     chosen, seed = data_config.sampler, seed if data_config.seed is None else data_config.seed
     if chosen.class_path is not None:
         key = "data.sampler.class_name"
         sampler_class = load_subclass(chosen.class_path, chosen.class_name, Sampler, key)
-        if data_config.source_weights:
-            raise ValueError(
-                f"data.sampler.class_path={chosen.class_path} and data.source_weights are both set: take one back."
-            )
         arguments = {"data_source": dataset, "data_config": data_config}
         sampler = bind(sampler_class, arguments, chosen.kwargs, f"{key}={chosen.class_name}")()
         if not isinstance(sampler, AbstractSampler):
             return PlainSampler(dataset, data_config, sampler)
         hears_metrics(sampler)  # or raises
         return sampler
-    if data_config.source_weights:
-        return MixtureSampler(dataset, data_config, seed)
+    for sampler_class in asked_for("sampler", data_config):
+        return sampler_class(dataset, data_config, seed)
     if data_config.shuffle:
         return RandomSampler(dataset, data_config, seed)
     return SequentialSampler(dataset, data_config)
@@ -305,39 +281,3 @@ def fitting_batch_size(settings: DataConfig, rows: int) -> int:
         return size
     notice(f"data.train_batch_size={size}, the default, is above the {rows} rows of an epoch: a batch has {rows}.")
     return rows
-
-
-def mixed_order(
-    sources: Sequence[Hashable], weights: Mapping[str, float], rng: np.random.Generator, shuffle: bool = True
-) -> list[int]:
-    """Orders as many positions as there are rows, those of each source as often as `weights` says (in proportion).
-
-    Each source's rows come evenly spread over the order, each once before any comes twice.
-
-    Raises:
-        ValueError: a source of the data has no weight, a weight no source, or one is negative or all are 0.
-    """
-    positions: dict[str, list[int]] = {}
-    for position, source in enumerate(sources):
-        positions.setdefault(str(source or "unknown"), []).append(position)
-    weight_of = {str(source): float(weight) for source, weight in weights.items()}
-    if weight_of.keys() != positions.keys() or min(weight_of.values()) < 0 or max(weight_of.values()) == 0:
-        raise ValueError(
-            f"data.source_weights={weight_of} must hold a number from 0 (never) up for each source of the data, one of "
-            f"them above 0; the sources (column data.reward_fn_key) are {', '.join(sorted(positions))}."
-        )
-    draws = []
-    for source, count in shares(weight_of, len(sources)).items():
-        cycles = -(-count // len(positions[source]))
-        rows = [rng.permutation(positions[source]) if shuffle else np.array(positions[source]) for _ in range(cycles)]
-        times = (np.arange(count) + rng.random()) / max(count, 1)
-        draws += zip(times, np.concatenate([*rows, np.array([], int)])[:count].tolist(), strict=True)
-    return [position for _, position in sorted(draws)]
-
-
-def shares(weights: Mapping[str, float], total: int) -> dict[str, int]:
-    """Returns whole numbers in proportion to `weights` that sum to `total` (largest remainder)."""
-    exact = {name: total * weight / sum(weights.values()) for name, weight in weights.items()}
-    counts = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
-    return counts | {name: counts[name] + 1 for name in by_remainder[: total - sum(counts.values())]}

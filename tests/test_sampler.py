@@ -18,8 +18,6 @@ from data.sampler import (
     SequentialSampler,
     create_rl_sampler,
     hears_metrics,
-    mixed_order,
-    shares,
 )
 
 CONFIG = DataConfig()
@@ -185,33 +183,6 @@ def test_a_plain_sampler_of_pytorch_is_one_of_ours(tmp_path):
     assert [list(loader.next_batch()["dataset_position"]) for _ in range(2)] == [[2, 0], [2, 0]]
 
 
-def test_a_mixture_draws_each_source_in_its_share_evenly_and_every_row_before_any_comes_twice():
-    sources = ["a"] * 6 + ["b"] * 30
-    order = mixed_order(sources, {"a": 1, "b": 2}, np.random.default_rng(0))
-    assert len(order) == 36
-    of_a = [position for position in order if position < 6]
-    assert len(of_a) == 12 and sorted(of_a[:6]) == sorted(of_a[6:]) == [*range(6)]
-    of_b = [position for position in order if position >= 6]
-    assert len(of_b) == len(set(of_b)) == 24
-    drawn = np.cumsum([position < 6 for position in order])
-    assert np.abs(drawn - np.arange(1, 37) / 3).max() <= 2, "at no place is one source ahead of its share"
-    assert mixed_order(["a", "b", "b"], {"a": 1, "b": 0}, np.random.default_rng(0)) == [0, 0, 0]
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(0, 50))
-def test_shares_are_whole_and_sum_up(weights, total):
-    given = {str(number): weight for number, weight in enumerate(weights)}
-    counts = shares(given, total)
-    assert sum(counts.values()) == total
-    assert all(abs(counts[name] - total * given[name] / sum(weights)) < 1 for name in given)
-
-
-@pytest.mark.parametrize("weights", [{"a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": -1, "b": 2}, {"a": 0, "b": 0}])
-def test_weights_that_are_not_those_of_the_data_are_refused_with_its_sources(weights):
-    with pytest.raises(ValueError, match=r"data.source_weights=.* the sources .* are a, b"):
-        create_rl_sampler(DataConfig(source_weights=weights), Levels([0, 1], sources="ab"), seed=0)
-
-
 class Levels(Dataset):
     """Rows with a level, and a source; may grow."""
 
@@ -274,7 +245,6 @@ def heard(loader, batch, reward):
 
 CURRICULA = {
     "a user's": {"sampler": SamplerConfig(__file__, "Told")},
-    "mixture": {"source_weights": {"a": 1, "b": 3}},
     "random": {},
 }
 
@@ -321,5 +291,3 @@ def test_settings_of_a_sampler_that_it_does_not_take_are_refused():
     chosen = SamplerConfig(__file__, "Told", {"ke": "level"})
     with pytest.raises(ValueError, match=r"Told.* unexpected keyword argument 'ke'"):
         create_rl_sampler(DataConfig(sampler=chosen), Levels([0]), 0)
-    with pytest.raises(ValueError, match=r"data.sampler.class_path=.* and data.source_weights are both set"):
-        create_rl_sampler(DataConfig(sampler=chosen, source_weights={"one": 1}), Levels([0]), 0)

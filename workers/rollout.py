@@ -2,8 +2,8 @@
 
 Requests are added at any time, each with its own sampling and seed; `step` advances them, and hands out those that
 finished. An engine implements `step`, or `generate` alone, which answers a batch of requests: each works through the
-other. `generate_sequences`, the rollout of a batch of prompts, is written once on top; an engine that defines it itself
-may return as little as `responses` with a mask, and `generate_batch` makes the other columns.
+other. `generate_sequences`, the rollout of a batch of prompts, is written once on top; an engine may define it itself
+(extras/verl/engines.py).
 Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name=my_engine.py` names the file of a
 subclass of yours, and `my_engine.py:Class` one of several in it.
 """
@@ -12,10 +12,9 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -41,11 +40,6 @@ OPTIONAL = (  # settings that some engines do not read
 )  # fmt: skip
 ROUNDED = 0.1  # above 0, that a log-prob may be: the logits of a user's engine may be bfloat16
 COLDEST = 0.01  # vLLM samples at no lower temperature
-RULE = (
-    "generate_sequences must return a DataProto with a row for each prompt, in their order: the tensor responses "
-    "[B, R] of token ids, beside attention_mask ([B, P+R] or [B, R]: what is no padding), response_mask ([B, R]: what "
-    "the policy produced) or both, and rollout_log_probs [B, R] if it knows them"
-)
 
 
 class Rollout:
@@ -328,7 +322,8 @@ def load_rollout_class(name: str) -> type[Rollout]:
         )
     [engine_class] = engines
     constructor_arguments(engine_class, key, None, None, None)
-    call_arguments(partial(engine_class.generate_sequences, None), key, None, None, 0, 0)
+    if engine_class.generate_sequences is not Rollout.generate_sequences:
+        find("rollout", "generate_sequences", f"{KEY}.name").check(engine_class, key)
     return engine_class
 
 
@@ -356,103 +351,13 @@ def constructor_arguments(
     return bind(engine_class, arguments, key=key).keywords
 
 
-def call_arguments(
-    function: Callable, key: str, prompts: Any, sampling: SamplingParams | None, seed: int, first_row: int
-) -> partial:
-    """Binds a generate_sequences to the prompts, and to what it names of the others, or with *args to all."""
-    positional, optional = {"prompts": prompts}, {"sampling": sampling, "seed": seed, "first_row": first_row}
-    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values()):
-        positional |= optional
-    return bind(function, optional, key=key, positional=positional)
-
-
 def generate_batch(
     engine: Rollout, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int
 ) -> DataProto:
-    """Returns `prompts` with the columns of a rollout, by the engine's generate_sequences, whoever wrote it.
-
-    One of the user's gets input_ids, attention_mask and position_ids [B, P] as well, and in meta_info how to sample.
-
-    Raises:
-        ValueError: it returned anything but a row for each prompt, or too little to know what was sampled.
-    """
+    """Returns `prompts` with the columns of a rollout, by the engine's generate_sequences, whoever wrote it."""
     if type(engine).generate_sequences is Rollout.generate_sequences or not len(prompts):
         return Rollout.generate_sequences(engine, prompts, sampling, seed, first_row)
-    samples = [Sample(list(ids)) for ids in prompts.raw_prompt_ids]
-    batch = collate(samples, engine.config.prompt_length, 0, engine.pad_token_id)
-    padded = {name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    stop_ids = engine.all_stop_ids(sampling)
-    special = {"pad_token_id": engine.pad_token_id, "eos_token_id": sorted(stop_ids)}
-    meta = {**vars(sampling), "response_length": sampling.max_tokens, **special}
-    batch = DataProto.from_dict({**prompts.tensors, **padded}, prompts.non_tensor_batch, {**prompts.meta_info, **meta})
-    ask = call_arguments(engine.generate_sequences, callable_name(type(engine)), batch, sampling, seed, first_row)
-    with torch.no_grad():
-        result = ask()
-    return fill_rollout_columns(engine, result, prompts, sampling)
-
-
-def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-    """Adds the columns of a rollout to `prompts`, from what an engine returned, and the columns that it added."""
-    name, config = f"the engine {callable_name(type(engine))}", engine.config
-    if not isinstance(result, DataProto) or len(result) != len(prompts):
-        returned = f"{len(result)} rows for {len(prompts)} prompts" if isinstance(result, DataProto) else repr(result)
-        raise ValueError(f"{name} returned {returned}: {RULE}.")
-    columns = result.tensors
-    responses, real, policy = response_columns(columns, name)
-    check_prompts(columns, prompts, name)
-    if (longest := int(real.sum(1).max())) > config.response_length:
-        raise ValueError(
-            f"{name} returned a response of {longest} tokens: at most {KEY}.response_length={config.response_length}."
-        )
-    log_probs, samples = columns.get("rollout_log_probs", torch.zeros(responses.shape)), []
-    stop_ids = engine.all_stop_ids(sampling)
-    for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
-        ids, mask = responses[row][real[row]].tolist(), real[row]
-        reason = "aborted" if not ids else "stop" if ids[-1] in stop_ids else "length"
-        drawn = log_probs[row, : len(mask)].where(policy[row], 0.0)[mask].tolist()
-        request = Request(row, list(prompt_ids), sampling, seed=0)
-        done = engine.check_completion(request, Completion(row, ids, drawn, reason, engine.weight_version))
-        sample = sample_of(request, done)
-        sample.policy_mask = policy[row][mask].long().tolist()
-        samples.append(sample)
-    batch = collate(samples, config.prompt_length, config.response_length, engine.pad_token_id)
-    if "rollout_log_probs" not in columns:
-        batch.pop(["rollout_log_probs"])
-    batch = batch.union(prompts)
-    batch.batch.update({column: values for column, values in columns.items() if column not in batch})
-    further = {column: values for column, values in result.non_tensor_batch.items() if column not in prompts}
-    batch.non_tensor_batch.update(further)
-    return batch
-
-
-def response_columns(columns: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns token ids, which are no padding, and which of those are the policy's: [B, R], the last two bool."""
-    responses = columns.get("responses", torch.zeros(()))
-    masks = {mask: columns[mask] for mask in ("attention_mask", "response_mask") if mask in columns}
-    if responses.ndim != 2 or responses.is_floating_point() or not masks:
-        shapes = {column: list(values.shape) for column, values in columns.items()}
-        raise ValueError(f"{name} returned the tensors {shapes}: {RULE}.")
-    width = responses.shape[1]
-    for column in ("attention_mask", "response_mask", "rollout_log_probs"):
-        shape = list(columns.get(column, responses).shape)
-        if len(shape) != 2 or shape[0] != len(responses) or shape[1] < width:
-            raise ValueError(f"{name} returned responses {list(responses.shape)} and {column} {shape}: {RULE}.")
-    masks = {mask: values[:, values.shape[1] - width :].bool() for mask, values in masks.items()}
-    policy = masks.get("response_mask", masks.get("attention_mask"))
-    up_to_the_last = policy.flip(1).cumsum(1).flip(1) > 0
-    real = masks.get("attention_mask", up_to_the_last)
-    return responses, real, policy & real
-
-
-def check_prompts(columns: dict[str, Tensor], prompts: DataProto, name: str) -> None:
-    """Raises ValueError if the prompts in input_ids, where it is there, are not those that were given."""
-    if "input_ids" not in columns or columns["input_ids"].shape != columns.get("attention_mask", torch.zeros(())).shape:
-        return
-    width = columns["input_ids"].shape[1] - columns["responses"].shape[1]
-    for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
-        mask = columns["attention_mask"][row, :width].bool()
-        if columns["input_ids"][row, :width][mask].tolist() != list(prompt_ids):
-            raise ValueError(f"{name} returned another prompt in row {row} of input_ids than it was given: {RULE}.")
+    return find("rollout", "generate_sequences").answer(engine, prompts, sampling, seed, first_row)
 
 
 def check_completions(engine: Rollout, requests: Sequence[Request], completions: Sequence[Completion]) -> None:

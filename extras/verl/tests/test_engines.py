@@ -1,0 +1,88 @@
+"""Engines that define generate_sequences themselves: the columns of a rollout are made of what they return."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from configs.schema import RolloutConfig
+from data.protocol import DataProto
+from tests.test_rollout_contract import GREEDY, PROMPTS
+from workers.rollout import Rollout, build_rollout, generate_batch
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def answers(columns: dict[str, list]) -> DataProto:
+    """The batch that an engine of whole batches returns."""
+    return DataProto.from_dict({name: torch.tensor(values) for name, values in columns.items()})
+
+
+IDS, MASK = [[70, 71, 0], [72, 0, 0]], [[1, 1, 0], [1, 0, 0]]
+
+
+def test_a_batch_of_an_engine_of_the_users_by_hand(tokenizer: PreTrainedTokenizerBase):
+    """Its columns are narrower than P = 4, R = 5; row 0 has an observation, and row 1 stops."""
+    stop = tokenizer.eos_token_id
+    given = {
+        "responses": [[70, 71, 73], [72, stop, 0]],
+        "attention_mask": [[1, 1, 1, 1], [0, 1, 1, 0]],
+        "response_mask": [[1, 0, 1], [1, 1, 0]],
+        "rollout_log_probs": [[-1.0, 9.0, -3.0], [-4.0, -5.0, 9.0]],
+        "own": [[1], [2]],
+    }
+    engine_class = type("Mine", (Rollout,), {"generate_sequences": lambda self, prompts: answers(given)})
+    engine = build_rollout(engine_class, RolloutConfig(prompt_length=4, response_length=5), tokenizer, None)
+    prompts = DataProto.from_single_dict({"raw_prompt_ids": PROMPTS[:2], "size": torch.tensor([[1.0], [3.0]])})
+    batch = generate_batch(engine, prompts, GREEDY, seed=3, first_row=0)
+    wanted = {
+        "prompts": [[0, 0, 0, 9], [0, 5, 0, 6]],
+        "responses": [[70, 71, 73, 0, 0], [72, stop, 0, 0, 0]],
+        "attention_mask": [[0, 0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0, 0, 0]],
+        "position_ids": [[0, 0, 0, 0, 1, 2, 3, 3, 3], [0, 0, 1, 2, 3, 4, 4, 4, 4]],
+        "response_mask": [[1, 0, 1, 0, 0], [1, 1, 0, 0, 0]],
+        "rollout_log_probs": [[-1, 0, -3, 0, 0], [-4, -5, 0, 0, 0]],
+        "own": [[1], [2]],
+        "size": [[1], [3]],
+    }
+    assert {name: batch.batch[name].tolist() for name in wanted} == wanted
+    assert batch.end_reason.tolist() == ["max_tokens", "terminated"]
+    assert generate_batch(engine, prompts[:0], GREEDY, 3, 0).batch["responses"].shape == (0, 5), "it is not asked"
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (None, "returned None: generate_sequences must return a DataProto"),
+        ({"responses": IDS[:1], "response_mask": MASK[:1]}, "returned 1 rows for 2 prompts"),
+        ({"responses": IDS}, r"returned the tensors {'responses': \[2, 3\]}"),
+        ({"response_mask": MASK}, r"returned the tensors {'response_mask': \[2, 3\]}"),
+        ({"responses": [7, 8], "response_mask": [1, 1]}, r"{'responses': \[2\], 'resp"),
+        ({"responses": [[0.5], [1]], "response_mask": [[1], [1]]}, "the tensors {'responses"),
+        ({"responses": IDS, "response_mask": [[1, 1]] * 2}, r"\[2, 3\] and response_mask \[2, 2\]"),
+        ({"responses": [[70, -1, 0], IDS[1]], "response_mask": MASK}, "the token id -1 for request 0"),
+        ({"responses": IDS, "response_mask": MASK, "rollout_log_probs": [[3.0] * 3] * 2}, "the log-prob 3.0"),
+        ({"responses": [[7] * 6] * 2, "response_mask": [[1] * 6] * 2}, "6 tokens: at most .*=5"),
+        (
+            {
+                "responses": IDS,
+                "input_ids": [[0, 0, 0, 9, *IDS[0]], [0, 5, 6, 0, *IDS[1]]],
+                "attention_mask": [[0, 0, 0, 1, *MASK[0]], [0, 1, 1, 1, *MASK[1]]],
+            },
+            "another prompt in row 1 of input_ids",
+        ),
+    ],
+)
+def test_what_an_engine_of_whole_batches_gets_wrong_is_named(tokenizer: PreTrainedTokenizerBase, columns, words):
+    class Mine(Rollout):
+        def generate_sequences(self, prompts: DataProto) -> DataProto:
+            return columns and answers(columns)
+
+    engine = build_rollout(Mine, RolloutConfig(prompt_length=4, response_length=5), tokenizer, None)
+    prompts = DataProto.from_single_dict({"raw_prompt_ids": PROMPTS[:2]})
+    with pytest.raises(ValueError, match=rf"the engine .*Mine \({__file__}\) .*{words}"):
+        generate_batch(engine, prompts, GREEDY, seed=3, first_row=0)
