@@ -134,49 +134,6 @@ class HermesParser(ToolParser):
         )
 
 
-@ToolParser.register("plain")
-class PlainParser(ToolParser):
-    """`name(argument)` on a line of its own: a call in as few characters as there can be, for small models.
-
-    A tool with one parameter is given what stands between the parentheses, as it stands: `calc(12*7)`. One with more is
-    given JSON values in the order of its parameters, `move(3, "north")`, or an object, `move({"steps": 3})`.
-    """
-
-    CALL = re.compile(r"\s*([A-Za-z_][\w-]*)\((.*)\)\s*")
-    BEGUN = re.compile(r"\s*([A-Za-z_][\w-]*)\(")
-
-    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        text, parsed = [], ParsedAnswer("")
-        for line in answer.split("\n"):
-            start = self.BEGUN.match(line)
-            if call := self.CALL.fullmatch(line):
-                self._add(parsed, call[1], call[2], schemas)
-            elif start and start[1] in schemas:
-                parsed.errors.append(f"the call of {start[1]} must be a line of its own that ends in )")
-            else:
-                text.append(line)
-        return ParsedAnswer("\n".join(text).strip(), parsed.calls, parsed.errors)
-
-    def _add(self, parsed: ParsedAnswer, name: str, content: str, schemas: Schemas) -> None:
-        names = [*schemas[name]["function"]["parameters"]["properties"]] if name in schemas else []
-        value = read_json(content)
-        values = read_json(f"[{content}]")
-        if isinstance(value, dict) and names and value.keys() <= set(names):
-            parsed.calls.append(ToolCall(name, value))
-        elif len(names) < 2:  # none: the tool is unknown, or takes nothing
-            parsed.calls.append(ToolCall(name, {names[0]: content} if names else {}))
-        elif isinstance(values, list) and len(values) <= len(names):
-            parsed.calls.append(ToolCall(name, dict(zip(names, values, strict=False))))
-        else:
-            parsed.errors.append(f"write the call as {name}({', '.join(names)}), at most one JSON value for each")
-
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        values = list(arguments.values())
-        if len(values) == 1:
-            return f"{name}({values[0]})"
-        return f"{name}({json.dumps(arguments, ensure_ascii=False) if values else ''})"
-
-
 def without_thoughts(answer: str) -> str:
     """Returns an answer without what it thinks: calls in there are plans, and are not run."""
     return THOUGHTS.sub("", answer)

@@ -241,15 +241,6 @@ ROME, WEATHER_1 = ToolCall("weather", {"city": "Rome"}), ToolCall("weather", {"c
         ("hermes", '<tool_call>[1<tool_call>{"name": "f"}</tool_call>', "", [ToolCall("f", {})], ["is missing"]),
         ("hermes", '<tool_call>{"name": 1}</tool_call>', "", [], ['needs a "name"']),
         ("hermes", '<tool_call>"f"</tool_call>', "", [], ['needs a "name"']),
-        ("plain", "weather(Rome) it is", "", [], ["must be a line of its own"]),
-        ("plain", "It is f(x) here", "It is f(x) here", [], []),
-        ("plain", "So:\nslow(0.5)", "So:", [ToolCall("slow", {"seconds": "0.5"})], []),
-        ("plain", "slow(0.5", "", [], ["the call of slow must be a line of its own that ends in )"]),
-        ("plain", 'weather("Rome", 3)', "", [ToolCall("weather", {"city": "Rome", "days": 3})], []),
-        ("plain", 'weather({"city": "Rome"})', "", [ROME], []),
-        ("plain", "weather(Rome)", "", [], ["write the call as weather(city, days, unit, tags)"]),
-        ("plain", "unknown(3)", "", [ToolCall("unknown", {})], []),
-        ("plain", "slow((1+2)*3)", "", [ToolCall("slow", {"seconds": "(1+2)*3"})], []),
     ],
 )  # fmt: skip
 def test_calls_are_found_or_explained(form, answer, text, calls, errors):

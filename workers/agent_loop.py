@@ -37,7 +37,7 @@ from training.environment import (
 )
 from workers.agents.environment import EnvEpisode, EnvSlot
 from workers.agents.episode import Episode, Limits, Policy, SingleAnswer
-from workers.agents.tools import ToolEpisodes, ToolsBeside
+from workers.agents.tools import ToolEpisodes
 from workers.agents.user_code import MOST_STUCK, stuck
 from workers.engine_pump import AsyncEngine, CallingThread
 from workers.rollout import Rollout
@@ -114,7 +114,9 @@ class AgentLoop:
         """Opens an episode of the environment, beside which there may be tools."""
         timeout = None if self.config.env.in_processes else self.config.env.timeout  # processes keep it themselves
         episode = EnvEpisode(row, self.game, self.free_environments, self.turns_apart, timeout)
-        return episode if self.conversations is None else ToolsBeside(episode, self.conversations.toolbox(row))
+        if self.conversations is None:
+            return episode
+        return find("episode", "tools_beside")(episode, self.conversations.toolbox(row))
 
     def close(self) -> None:
         """Gives back what environments hold."""
