@@ -41,7 +41,7 @@ TABLE: dict[str, dict[str, str]] = {
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",
         "agent_loop": "extras.verl.users_loop:LoopEpisode",
-        "tools_beside": "extras.tools.beside:ToolsBeside",  # an environment's episode
+        "tools_beside": "extras.tools.factory:ToolsBeside",  # an environment's episode
     },
     "environment": {
         "spaces": "extras.gym.space_text:SpaceText",
@@ -82,8 +82,8 @@ TABLE: dict[str, dict[str, str]] = {
     "sampler": {"source_weights": "extras.curriculum.mixture:MixtureSampler"},  # by the setting of data
     "dataset": {"files": "data.rl_dataset:RLHFDataset", "datagen": "extras.datagen.dataset:DynamicGenDataset"},
     "format": {  # of calls, beside those of data/tool_parsers.py
-        "plain": "extras.tools.plain:PlainParser",
-        "llama3": "extras.tools.llama3:Llama3Parser",
+        "plain": "extras.tools.formats:PlainParser",
+        "llama3": "extras.tools.formats:Llama3Parser",
     },
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
     "logger": {  # observers, too: those of trainer.logger

@@ -1,10 +1,14 @@
-"""Conversations with an object of their own, whose public methods are tools: multi_turn.environment_factory."""
+"""Conversations with an object of their own, whose public methods are tools: multi_turn.environment_factory.
+
+And episodes of an environment, beside which there are tools.
+"""
 
 import pickle
 import types
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from inspect import isawaitable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +16,8 @@ from typing import Any
 from configs.import_utils import bind, load_named
 from data.chat import ChatFormat, as_text, encode_pieces
 from data.tools import KEY, FunctionTool
-from data.types import Row, check_text
+from data.types import Reply, Row, check_text
+from workers.agents.episode import Episode
 from workers.agents.tools import Toolbox, ToolEpisode, User
 from workers.agents.user_code import in_users_loop, slots
 
@@ -125,3 +130,39 @@ class EnvironmentView:
                 if not name.startswith("_") and pickle.dumps(value):
                     attributes[name] = value
         return EnvironmentView, (SimpleNamespace(**attributes),)
+
+
+class ToolsBeside(Episode):
+    """An episode of an environment, beside which the policy may call tools: an answer with calls is no action."""
+
+    def __init__(self, game: Episode, toolbox: Toolbox) -> None:
+        self.game, self.toolbox = game, toolbox
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.game.prompt_ids
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return self.game.columns | self.own_columns
+
+    @property
+    def own_columns(self) -> Row:
+        calls, rewards = self.toolbox.counts["calls"], list(self.toolbox.data.tool_rewards)
+        return {"tool_call_counts": calls, "tool_rewards": rewards}
+
+    async def start(self) -> None:
+        await self.game.start()
+
+    async def step(self, answer: str) -> Reply:
+        parsed = self.toolbox.parse(answer)
+        if not parsed.calls and not parsed.errors:
+            return await self.game.step(answer)
+        return replace(await self.toolbox.respond(parsed), columns=self.own_columns)
+
+    async def finish(self) -> Reply:
+        return Reply(reward=await self.toolbox.finish(), columns=self.own_columns)
+
+    async def close(self) -> None:
+        await self.toolbox.close()
+        await self.game.close()
