@@ -3,10 +3,12 @@
 import copy
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -203,3 +205,21 @@ def write(tmp_path: Path) -> Callable[[str, str], str]:
         return str(tmp_path / name)
 
     return file
+
+
+@pytest.fixture
+def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the two functions that are used of the optional package."""
+    module = ModuleType("reasoning_gym")
+
+    def create_dataset(name, size=2, seed=0, **settings):
+        if name != "sums" or settings:
+            raise ValueError(f"Dataset '{name}' not registered")
+        entry = {"question": "1+1?", "answer": "2", "metadata": {"source_dataset": "sums"}}
+        return [{**entry, "question": f"{seed}+{number}?"} for number in range(size)]
+
+    def get_score_answer_fn(name):
+        return lambda answer, entry: 1.0 if answer == entry["answer"] else 0.25
+
+    module.create_dataset, module.get_score_answer_fn = create_dataset, get_score_answer_fn
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)

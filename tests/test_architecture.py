@@ -39,7 +39,6 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
     "size": {
         "configs/schema.py": "every setting, once",
         "workers/hf_rollout.py": "one engine: its loop, and the rows that it runs",
-        "workers/rollout.py": "the contract of engines, and how one is found and asked",
         "custom/gym/text_env.py": "one class, and its parts know each other's state",
         "training/losses.py": "a catalogue of algorithms",
     },

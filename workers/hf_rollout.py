@@ -26,6 +26,7 @@ from data.pretrained import position_count
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
 from data.types import Completion, Request, Sample, SamplingParams
+from data.wire import positions
 from workers.collectives import common_notice
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
 from workers.micro_batches import to_device
@@ -268,7 +269,7 @@ class SeparateRows(RunningBatch):
         new = slice(rows.seen, None)
         if self.caches:
             rows.seen = rows.ids.shape[1]
-        return last_logits(self.module, rows.ids[:, new], positions_of(rows.mask)[:, new], rows.mask, rows.cache)
+        return last_logits(self.module, rows.ids[:, new], positions(rows.mask)[:, new], rows.mask, rows.cache)
 
 
 class NoCacheBatch(SeparateRows):
@@ -450,11 +451,6 @@ def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.de
     ids = np.array([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = np.array([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return on_device(ids, device), on_device(mask, device)
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """Returns positions of the real tokens of rows padded on the left, counted from 0; [b, w], as `mask` is."""
-    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def last_logits(

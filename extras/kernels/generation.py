@@ -15,10 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from data.types import Completion, Request
+from data.wire import positions
 from extras.kernels.cache import RowCache
 from extras.kernels.decode import decoding, lay_out_weights
 from extras.kernels.packed_attention import known_padding
-from workers.hf_rollout import Rows, RunningBatch, RunningRow, SeparateRows, last_logits, pad_left, positions_of
+from workers.hf_rollout import Rows, RunningBatch, RunningRow, SeparateRows, last_logits, pad_left
 
 Layers = list[tuple[Tensor, Tensor]]  # keys and values by layer, [tokens, heads, d] each
 
@@ -98,7 +99,7 @@ class SharedPrompts(LaidOut):
         most = max(len(prompt) - len(kept) for prompt, kept in zip(prompts, begun, strict=True))
         cache = cache_of(begun, [max(0, len(prompt) - most) for prompt in prompts])
         with known_padding(len({*map(len, prompts)}) > 1):
-            return cache, last_logits(self.module, ids[:, -most:], positions_of(mask)[:, -most:], mask, cache)
+            return cache, last_logits(self.module, ids[:, -most:], positions(mask)[:, -most:], mask, cache)
 
     def _keep(self, prefilled: DynamicCache, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
         if self.cache is None:

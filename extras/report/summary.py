@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from configs.checks import plural
 from data.types import FAILED_END_REASONS
 from extras.report.charts import curve_name
 from extras.report.runs import RunRecord
@@ -360,10 +361,6 @@ def in_words(name: str) -> str:
     """Names a validation at the beginning of a sentence."""
     words = curve_name(name).replace("val/loss", "validation: loss")
     return words[0].upper() + words[1:]
-
-
-def plural(count: Any, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def short(value: float) -> str:

@@ -117,9 +117,10 @@ def run_shell(
     """
     given = {name: value for name, value in variables.items() if not name.startswith(("BASH", "LD_"))}
     folders = {kind: (str(path), sorted(os.listdir(path))) for kind, path in (("cwd", cwd), ("home", Path.home()))}
+    program, *scripts = (Path(__file__).with_name(name).read_text() for name in ("shell.py", "stand.sh", "prelude.sh"))
     done = run_python(
-        Path(__file__).with_name("shell.py").read_text(),
-        json.dumps([text, words, given, folders]),
+        program,
+        json.dumps([text, words, given, folders, *scripts]),
         seconds=seconds,
         files_mb=8,
         readable=readable,

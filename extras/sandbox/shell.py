@@ -19,77 +19,16 @@ STANDS = ("python", "python2", "python3", *(f"python3.{minor}" for minor in rang
           "chmod", "chown", "bash", "sh", "hdfs", "tmux", "screen", "kubectl", "apptainer", "singularity", "podman",
           "poetry", "pixi")  # fmt: skip
 
-# A command that stands for all of STANDS, by its name. -p: bash keeps who it is (child.py: `count_alone`).
-STAND = r"""#!BASH -p
-PATH=/usr/bin:/bin
-name=${0##*/}
-tell() {
-  mapfile -d '' -t variables < <(env -0)
-  printf '%s\0' "$#" "$@" "${#variables[@]}" "${variables[@]}" > "HERE/told.$$"
-  cat "HERE/told.$$" >&50
-  rm "HERE/told.$$"
-}
-python_code() {  # computes with Python's own library; what needs more is taken for done, but for a question of devices
-  "PYTHON" -I -S -c "$@" 2>/dev/null && return
-  case $1 in
-    *torch_npu*) exit 1 ;;
-    *get_device_name*) echo cuda ;;
-    *device_count*) echo 8 ;;
-  esac
-}
-case $name in
-  sleep|kill|pkill|chown) ;;
-  tee) cat ;;
-  bash|sh)
-    PATH=HERE/bin:$PATH
-    while [[ ${1-} == -* && $1 != -*c ]]; do shift; done
-    case ${1-} in
-      '') exec BASH -p -c ". HERE/prelude; $(cat)" ;;
-      -*c) exec BASH -p -c ". HERE/prelude; $2" "${@:3}" ;;
-      *) exec BASH -p -c '. HERE/prelude; source "$0" "$@"' "$@" ;;
-    esac ;;
-  mkdir|rm|cp|mv|ln|touch|chmod) "/usr/bin/$name" "$@" 2>/dev/null ;;
-  nvidia-smi) for gpu in 0 1 2 3 4 5 6 7; do echo "GPU $gpu: NVIDIA"; done ;;
-  git) case "$*" in *--show-toplevel*) pwd ;; *rev-parse*) echo 0000000 ;; esac ;;
-  python*)
-    [[ ${1-} == -u ]] && shift
-    case ${1--} in
-      -c) python_code "${@:2}" ;;
-      -) python_code "$(cat)" "${@:2}" ;;
-      *) tell "$name" "$@" ;;
-    esac ;;
-  *)
-    [[ "$name ${1-}" == 'ray status' ]] && printf '1 node_%d\n' {1..64}
-    tell "$name" "$@" ;;
-esac
-exit 0
-"""
 
-# Read first by every bash that the script starts. Functions are found where it changes PATH, too.
-PRELUDE = r"""
-enable -n kill
-trap 'for _ in {1..20}; do [[ $(jobs -r) ]] || break; /bin/sleep 0.1; done' EXIT  # what it leaves in the background
-for name in NAMES; do eval "function $name { HERE/bin/$name \"\$@\"; }"; done
-unset name
-ulimit() { :; }
-cd() { builtin cd "$@" 2>/dev/null || HERE/bin/no-folder "$@"; }
-pushd() { builtin pushd "$@" 2>/dev/null || HERE/bin/no-folder "$@"; }
-popd() { builtin popd "$@" 2>/dev/null || :; }
-source() { if [ -f "$1" ] && ( : < "$1" ) 2>/dev/null; then builtin source "$@"; else HERE/bin/no-file "$@"; fi; }
-function . { source "$@"; }
-command_not_found_handle() {
-  case $1 in *-smi) return 127 ;; esac
-  HERE/bin/no-command "$@"
-}
-"""
-
-
-def become_shell(text: str, words: list[str], variables: dict[str, str], folders: dict) -> None:
+def become_shell(
+    text: str, words: list[str], variables: dict[str, str], folders: dict, stand: str, prelude: str
+) -> None:
     """Becomes a bash that runs the script `text`.
 
     Args:
         words: the script's name and arguments.
         folders: the working directory `cwd` and `home`, each the path and the names of its entries.
+        stand, prelude: stand.sh, which stands for a command, and prelude.sh, which every bash reads first.
     """
     here = os.getcwd()
     for kind, (path, entries) in folders.items():
@@ -99,10 +38,10 @@ def become_shell(text: str, words: list[str], variables: dict[str, str], folders
     bash = next(path for path in ("/usr/bin/bash", "/bin/bash", "/usr/local/bin/bash") if os.path.exists(path))
     places = {"HERE": here, "PYTHON": sys.executable, "NAMES": " ".join(STANDS), "BASH": bash}
     os.mkdir("bin")
-    write("bin/python", STAND, places, 0o755)
-    for stand in (*STANDS[1:], "no-folder", "no-file", "no-command"):
-        os.link("bin/python", f"bin/{stand}")
-    write("prelude", PRELUDE, places, 0o644)
+    write("bin/python", stand, places, 0o755)
+    for name in (*STANDS[1:], "no-folder", "no-file", "no-command"):
+        os.link("bin/python", f"bin/{name}")
+    write("prelude", prelude, places, 0o644)
     os.dup2(1, RECORDS)
     os.dup2(2, 1)
     os.write(RECORDS, f"1\0{here}\x000\0".encode())

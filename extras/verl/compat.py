@@ -211,11 +211,6 @@ def postprocess_data(
     return input_ids[:, kept], attention_mask[:, kept]
 
 
-def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Counts the tokens of each row of [B, L] from 0; padding before the first has 0 too."""
-    return (mask.cumsum(-1) - 1).clip(min=0)
-
-
 def compute_response_mask(data: DataProto) -> Tensor:
     """Returns the part of the attention mask that covers the responses, [B, R]."""
     return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]

@@ -1,8 +1,6 @@
 """Public files and seeds become rows in verl's form, and each kind of row has its rule."""
 
 import json
-import sys
-from types import ModuleType
 
 import pytest
 
@@ -93,25 +91,7 @@ def test_countdown_counts_exactly():
     assert compute_score("<answer>(1 / 49) * 49</answer>", {"target": 1, "numbers": [1, 49, 49]}) == 1
 
 
-@pytest.fixture
-def gym(monkeypatch):
-    """A stand-in with the two functions that are used of the package, which is optional."""
-    module = ModuleType("reasoning_gym")
-
-    def create_dataset(name, size=2, seed=0, **settings):
-        if name != "sums" or settings:
-            raise ValueError(f"Dataset '{name}' not registered")
-        entry = {"question": "1+1?", "answer": "2", "metadata": {"source_dataset": "sums"}}
-        return [{**entry, "question": f"{seed}+{number}?"} for number in range(size)]
-
-    def get_score_answer_fn(name):
-        return lambda answer, entry: 1.0 if answer == entry["answer"] else 0.25
-
-    module.create_dataset, module.get_score_answer_fn = create_dataset, get_score_answer_fn
-    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
-
-
-def test_tasks_of_reasoning_gym_are_rows_that_their_own_scorer_reads(gym):
+def test_tasks_of_reasoning_gym_are_rows_that_their_own_scorer_reads(reasoning_gym):
     rows = [row for _, row in read_rows("reasoning_gym:sums?size=3&seed=7")]
     assert len(rows) == 3 and "7+2?" in rows[2]["prompt"][0]["content"]
     truth = rows[0]["reward_model"]["ground_truth"]

@@ -9,8 +9,9 @@ from data.tools import FunctionTool
 from tests.test_agent_loop import TOKENIZER, Scripted, counting, played, row_text
 
 
-def test_tools_beside_an_environment_are_called_between_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An answer with a call is no action: the environment does not hear of it. At the end a tool pays by itself."""
+@pytest.fixture
+def twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The settings of a tool that pays ½ for an episode."""
 
     async def half(self, instance_id: str, **kwargs: Any) -> float:
         return 0.5
@@ -18,8 +19,12 @@ def test_tools_beside_an_environment_are_called_between_its_turns(tmp_path: Path
     monkeypatch.setattr(FunctionTool, "calc_reward", half)
     tools = "actor_rollout_ref.rollout.multi_turn"
     (tmp_path / "tools.py").write_text("def twice(number: int) -> int:\n    'Doubles it.'\n    return 2 * number\n")
-    file = f"{tools}.function_tool_path={tmp_path}/tools.py"
-    config, game = counting(f"{tools}.enable=true", file, f"{tools}.format=plain")
+    return [f"{tools}.enable=true", f"{tools}.function_tool_path={tmp_path}/tools.py", f"{tools}.format=plain"]
+
+
+def test_tools_beside_an_environment_are_called_between_its_turns(twice: list[str]):
+    """An answer with a call is no action: the environment does not hear of it. At the end a tool pays by itself."""
+    config, game = counting(*twice)
     answers = iter(["twice(1)", "2", "twice(x)", "2", "1"])
     batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: next(answers)), [11])
     said = row_text(batch, 0)
@@ -37,15 +42,8 @@ def test_tools_beside_an_environment_are_called_between_its_turns(tmp_path: Path
         (9, ["twice(1)"], "max_tokens"),
     ],
 )
-def test_a_tool_pays_for_the_whole_episode_however_that_ends(width, said, end, tmp_path, monkeypatch):
-    async def half(self, instance_id: str, **kwargs: Any) -> float:
-        return 0.5
-
-    monkeypatch.setattr(FunctionTool, "calc_reward", half)
-    tools = "actor_rollout_ref.rollout.multi_turn"
-    (tmp_path / "tools.py").write_text("def twice(number: int) -> int:\n    'Doubles it.'\n    return 2 * number\n")
-    called = (f"{tools}.enable=true", f"{tools}.function_tool_path={tmp_path}/tools.py", f"{tools}.format=plain")
-    config, game = counting(*called, f"data.max_response_length={width}")
+def test_a_tool_pays_for_the_whole_episode_however_that_ends(width, said, end, twice):
+    config, game = counting(*twice, f"data.max_response_length={width}")
     answers = iter(said)
     batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: next(answers)), [11])
     earned = sum(float(answer) for answer in said[1:] if len(answer) == 1)

@@ -1,20 +1,15 @@
 """Engines that define generate_sequences themselves: the columns of a rollout are made of what they return."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
+from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from tests.test_rollout_contract import GREEDY, PROMPTS
 from workers.rollout import Rollout, build_rollout, generate_batch
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model)
+TOKENIZER = build_tokenizer()
 
 
 def answers(columns: dict[str, list]) -> DataProto:
@@ -25,9 +20,9 @@ def answers(columns: dict[str, list]) -> DataProto:
 IDS, MASK = [[70, 71, 0], [72, 0, 0]], [[1, 1, 0], [1, 0, 0]]
 
 
-def test_a_batch_of_an_engine_of_the_users_by_hand(tokenizer: PreTrainedTokenizerBase):
+def test_a_batch_of_an_engine_of_the_users_by_hand():
     """Its columns are narrower than P = 4, R = 5; row 0 has an observation, and row 1 stops."""
-    stop = tokenizer.eos_token_id
+    stop = TOKENIZER.eos_token_id
     given = {
         "responses": [[70, 71, 73], [72, stop, 0]],
         "attention_mask": [[1, 1, 1, 1], [0, 1, 1, 0]],
@@ -36,7 +31,7 @@ def test_a_batch_of_an_engine_of_the_users_by_hand(tokenizer: PreTrainedTokenize
         "own": [[1], [2]],
     }
     engine_class = type("Mine", (Rollout,), {"generate_sequences": lambda self, prompts: answers(given)})
-    engine = build_rollout(engine_class, RolloutConfig(prompt_length=4, response_length=5), tokenizer, None)
+    engine = build_rollout(engine_class, RolloutConfig(prompt_length=4, response_length=5), TOKENIZER, None)
     prompts = DataProto.from_single_dict({"raw_prompt_ids": PROMPTS[:2], "size": torch.tensor([[1.0], [3.0]])})
     batch = generate_batch(engine, prompts, GREEDY, seed=3, first_row=0)
     wanted = {
@@ -77,12 +72,12 @@ def test_a_batch_of_an_engine_of_the_users_by_hand(tokenizer: PreTrainedTokenize
         ),
     ],
 )
-def test_what_an_engine_of_whole_batches_gets_wrong_is_named(tokenizer: PreTrainedTokenizerBase, columns, words):
+def test_what_an_engine_of_whole_batches_gets_wrong_is_named(columns, words):
     class Mine(Rollout):
         def generate_sequences(self, prompts: DataProto) -> DataProto:
             return columns and answers(columns)
 
-    engine = build_rollout(Mine, RolloutConfig(prompt_length=4, response_length=5), tokenizer, None)
+    engine = build_rollout(Mine, RolloutConfig(prompt_length=4, response_length=5), TOKENIZER, None)
     prompts = DataProto.from_single_dict({"raw_prompt_ids": PROMPTS[:2]})
     with pytest.raises(ValueError, match=rf"the engine .*Mine \({__file__}\) .*{words}"):
         generate_batch(engine, prompts, GREEDY, seed=3, first_row=0)
