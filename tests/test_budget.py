@@ -36,7 +36,7 @@ CEILINGS = {
     "core lines": 18_480,
     "core files": 81,
     "product lines": 36_530,
-    "scripts and benchmarks": 2_600,
+    "scripts and benchmarks": 2_720,
     "names in training/": 18,
     "names in workers/": 23,
     "names in data/": 16,

@@ -138,9 +138,9 @@ def exit_code_of(child: int) -> int | None:
 def end_descendants() -> None:
     """Ends what a dead run has left behind: engines, scorers, its Ray. This process has become their parent."""
     began, waited = time.monotonic(), 0.0
-    for pid in descendants():
+    for pid in descendants(os.getpid()):
         signal_process(pid, signal.SIGTERM)
-    while (left := descendants()) and waited < 2 * END_SECONDS:
+    while (left := descendants(os.getpid())) and waited < 2 * END_SECONDS:
         for pid in left if waited > END_SECONDS else ():
             signal_process(pid, signal.SIGKILL)
         time.sleep(POLL)
@@ -148,19 +148,19 @@ def end_descendants() -> None:
         waited = time.monotonic() - began
 
 
-def descendants() -> list[int]:
-    """Lists the living processes that descend from this one; none outside Linux."""
+def descendants(ancestor: int) -> list[int]:
+    """Lists the living processes that descend from `ancestor`; none outside Linux."""
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             state, parent = file.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[int(file.parent.name)] = int(parent)
-    found, new = set(), {os.getpid()}
+    found, new = set(), {ancestor}
     while new:
         found |= new
         new = {pid for pid, parent in parents.items() if parent in new}
-    return sorted(found - {os.getpid()})
+    return sorted(found - {ancestor})
 
 
 def signal_process(pid: int, number: int) -> None:
