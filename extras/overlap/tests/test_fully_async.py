@@ -139,29 +139,31 @@ def learnt(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     return rows
 
 
+@pytest.mark.parametrize(
+    ("steps", "bounds"), [(5, [1, 3]), pytest.param(12, [0, 1, 2, 4, 5, 6, 7, 8, 3], marks=pytest.mark.slow)]
+)
 def test_each_step_learns_the_prompts_of_the_synchronous_run_from_tokens_within_the_bound(
-    cluster, tiny_model, tmp_path, learnt
+    cluster, tiny_model, tmp_path, learnt, steps, bounds
 ):
-    more = ["data.max_response_length=20", "trainer.total_training_steps=5"]
+    more = ["data.max_response_length=20", f"trainer.total_training_steps={steps}"]
     trained(tmp_path / "together", tiny_model, "trainer.n_threads=1", *more)
     expected = dict(learnt)
-    for staleness in (1, 3):
+    for staleness in bounds:
         learnt.clear()
         settings = [*AHEAD, *more, f"trainer.max_staleness={staleness}"]
         metrics = trained(tmp_path / f"ahead {staleness}", tiny_model, *settings, "trainer.save_freq=2")
         assert learnt == expected
-        assert [metrics[step]["staleness/max"] <= staleness for step in range(1, 6)] == [True] * 5
-        assert metrics[5]["staleness/max"] > 0
+        assert max(metrics[step]["staleness/max"] for step in range(1, steps + 1)) == staleness
 
     start = f"trainer.resume_from_path={tmp_path}/ahead 3/global_step_2"
     learnt.clear()
     trained(tmp_path / "resumed", tiny_model, *settings, "trainer.resume_mode=resume_path", start)
-    assert learnt == {step: expected[step] for step in (3, 4, 5)}
+    assert learnt == {step: expected[step] for step in range(3, steps + 1)}
 
     replay = f"trainer.replay={tmp_path}/ahead 3"
     again = trained(tmp_path / "again", tiny_model, *settings, "trainer.save_freq=2", replay)
     assert again == metrics
-    assert_same_weights(tmp_path / "ahead 3", tmp_path / "again", step=5)
+    assert_same_weights(tmp_path / "ahead 3", tmp_path / "again", steps)
 
 
 def test_groups_that_are_finished_first_are_learnt_once_and_again_in_that_order(cluster, tiny_model, tmp_path, learnt):
@@ -178,7 +180,7 @@ def test_groups_that_are_finished_first_are_learnt_once_and_again_in_that_order(
         tmp_path / "again", tiny_model, *settings, "trainer.save_freq=2", f"trainer.replay={tmp_path}/first"
     )
     assert again == metrics and learnt == rows
-    assert_same_weights(tmp_path / "first", tmp_path / "again")
+    assert_same_weights(tmp_path / "first", tmp_path / "again", step=4)
 
     start = f"trainer.resume_from_path={tmp_path}/first/global_step_2"
     learnt.clear()

@@ -13,14 +13,16 @@ from tests.runs import compose, learning_metrics, needs_vllm, short_run, state_f
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = (f"{ROLLOUT}.nnodes=1", "trainer.n_threads=1")
 AHEAD = (*APART, "trainer.async_mode=one_step_off", "algorithm.rollout_correction.rollout_is=token")
+STEPS = 8
 
 
 def trained(folder: Path, model: Path, *settings: str) -> dict[int, dict[str, float]]:
-    main.run(compose(*short_run(model, folder, "trainer.save_freq=4", *settings)))
+    steps = [f"trainer.{name}={STEPS}" for name in ("total_training_steps", "save_freq")]
+    main.run(compose(*short_run(model, folder, *steps, *settings)))
     return learning_metrics(folder)
 
 
-def assert_same_weights(one: Path, other: Path, step: int = 4) -> None:
+def assert_same_weights(one: Path, other: Path, step: int = STEPS) -> None:
     weights = state_files(one, step)
     assert any(name.endswith(".safetensors") for name in weights) and weights == state_files(other, step)
 
@@ -28,7 +30,7 @@ def assert_same_weights(one: Path, other: Path, step: int = 4) -> None:
 def test_a_pool_of_its_own_generates_as_the_trainers_does(cluster, tiny_model, tmp_path):
     together = trained(tmp_path / "together", tiny_model, "trainer.executor=ray", "trainer.n_threads=1")
     apart = trained(tmp_path / "apart", tiny_model, *APART)
-    assert apart == together and [*apart] == [0, 1, 2, 3, 4]
+    assert apart == together and [*apart] == [*range(STEPS + 1)]
     assert_same_weights(tmp_path / "together", tmp_path / "apart")
 
 
@@ -56,30 +58,34 @@ ALGORITHMS = {
         "data.sampler.class_path=extras/curriculum/curriculum.py",
         "data.sampler.class_name=SuccessRateSampler",
     ],
-    "episodes": ["env.mode=episode", f"{ROLLOUT}.response_length=40", "data.max_prompt_length=300"],
+    "episodes": ["env.mode=episode", "data.max_response_length=40", "data.max_prompt_length=300"],
 }
+BREAKS = [(1, 4, 7), pytest.param((2, 3, 5, 6), marks=pytest.mark.slow)]  # steps after which a run is resumed
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS])
-def test_a_run_that_is_a_step_off_goes_on_as_if_unbroken(cluster, tiny_model, reward_model, tmp_path, algorithm):
+@pytest.mark.parametrize("breaks", BREAKS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_that_is_a_step_off_goes_on_as_if_unbroken(
+    cluster, tiny_model, reward_model, tmp_path, algorithm, breaks
+):
     settings = [*ALGORITHMS[algorithm], f"reward_model.model.path={reward_model}"]
-    assert_goes_on_as_if_unbroken(tmp_path, tiny_model, (1, 2, 3), *settings)
+    assert_goes_on_as_if_unbroken(tmp_path, tiny_model, breaks, *settings)
 
 
 @pytest.mark.slow
 @needs_vllm
 def test_so_does_one_whose_engine_is_vllm(cluster, wide_headed_model, tmp_path):
-    assert_goes_on_as_if_unbroken(tmp_path, wide_headed_model, [2], VLLM)
+    assert_goes_on_as_if_unbroken(tmp_path, wide_headed_model, [1, 4, 7], VLLM)
 
 
 def assert_goes_on_as_if_unbroken(folder: Path, model: Path, breaks: Sequence[int], *more: str) -> None:
     settings = [*AHEAD, *more, "trainer.save_freq=1"]
     unbroken = trained(folder / "unbroken", model, *settings)
-    assert [unbroken[step]["staleness/max"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert [unbroken[step]["staleness/max"] for step in range(1, STEPS + 1)] == [0] + [1] * (STEPS - 1)
     for step in breaks:
         start = f"trainer.resume_from_path={folder}/unbroken/global_step_{step}"
         resumed = trained(folder / f"from_{step}", model, *settings, "trainer.resume_mode=resume_path", start)
-        assert resumed == {number: unbroken[number] for number in range(step, 5)}
+        assert resumed == {number: unbroken[number] for number in range(step, STEPS + 1)}
         assert_same_weights(folder / "unbroken", folder / f"from_{step}")
 
 
