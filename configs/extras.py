@@ -31,6 +31,7 @@ TABLE: dict[str, dict[str, str]] = {
     "imports": {"verl": "extras.verl.imports:StandIns"},
     # by the setting that asks for it
     "parent": {"trainer.max_restarts": "extras.restarts.restarts:supervise"},  # of the process that is to run
+    "flag": {"--multirun": "extras.sweep.sweep:sweep"},  # of a command
     "stage": {
         "reward.reward_model.enable": "extras.reward_model.stage:ModelScores",
         "algorithm.rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
@@ -108,6 +109,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("scorers", "processes"),
     ("server", "standalone"),
     ("sglang", "openai"),
+    ("sweep", "restarts"),
     ("verl", "sandbox"),
     ("interactions", "tools"),
     ("dry_run", "watch"),  # both say why a step teaches nothing

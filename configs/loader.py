@@ -15,6 +15,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from math import isnan
@@ -57,9 +58,6 @@ REWARDS = ("custom_reward_function", "functions", "reward_manager", "reward_mode
 ALGORITHM = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.seed")
 LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", *(f"reward.{name}" for name in REWARDS), *ALGORITHM)
 OPENERS = ("path", "env.id")  # settings that decide which keys other sections take, so they are set first
-ONE_RUN = (
-    "sweeps are not run here; start one run per value, each with a trainer.experiment_name: for seed in 0 1 2; do …"
-)
 
 
 def command(
@@ -78,15 +76,21 @@ def command(
             end_on_interrupt()
         set_environment()
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv, name, description, yaml_folder(schema))
+
+        def start(config: Any) -> None:
+            for parent in asked_for("parent", config) if argv is None else ():
+                config = parent(config)  # comes back in the process that is to run
+            with late_refusals():
+                module, _, function = run.rpartition(".")
+                getattr(import_module(module), function)(config)
+
         with refusals():
-            config = load_config(arguments, schema)
-            check_is_whole(arguments, config)
-            check(config)
-        for parent in asked_for("parent", config) if argv is None else ():
-            config = parent(config)  # comes back in the process that is to run
-        with late_refusals():
-            module, _, function = run.rpartition(".")
-            getattr(import_module(module), function)(config)
+            sweep = find("flag", "--multirun") if arguments.multirun else None
+            config = None if sweep else checked_config(arguments, schema, check)
+        if sweep:
+            sweep(arguments, partial(checked_config, schema=schema, check=check), start)
+        else:
+            start(config)
 
     return main
 
@@ -99,6 +103,7 @@ class Arguments:
     config_dir: Path
     overrides: list[str]
     print_config: bool
+    multirun: bool = False
 
 
 def yaml_folder(schema: type) -> Path:
@@ -127,14 +132,12 @@ def parse_arguments(
     parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="a yaml (%(default)s)")
     parser.add_argument("--config-path", "--config-dir", "-cd", metavar="DIR", help="folder of your own yaml files")
     parser.add_argument("--cfg", choices=("job",), help="print the composed config and exit")
-    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--multirun", "-m", action="store_true", help="a run for each value of key=a,b or key=range(3)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         key, _, value = unknown[0].lstrip("-").partition("=")
         parser.error(f"{unknown[0]}: a setting is given as key=value, without dashes: {key}={value or '…'}")
-    if arguments.multirun:
-        parser.error(f"--multirun: {ONE_RUN}")
     config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else folder
     name = arguments.config_name.removesuffix(".yaml")
     if not config_dir.is_absolute() or config_dir == folder:  # relative to main_ppo.py: verl's yaml
@@ -142,7 +145,7 @@ def parse_arguments(
         if not exists and any(kind.has_yaml(name, default_config) for kind in kinds_of_keys()):
             notice(f"--config-name {name} is one of verl's: {default_config} is read in its place.")
             name, config_dir = default_config, folder
-    return Arguments(name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job")
+    return Arguments(name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job", arguments.multirun)
 
 
 def load_config(arguments: Arguments, schema: type) -> Any:
@@ -174,9 +177,14 @@ def compose(name: str, overrides: Sequence[str] = (), folder: str | Path = CONFI
         ConfigError: a yaml file, a key or a value is invalid, or two contradict each other.
     """
     arguments = Arguments(name, Path(folder).absolute(), list(overrides), print_config=False)
-    config = load_config(arguments, Config)
+    return checked_config(arguments, Config, check_config)
+
+
+def checked_config(arguments: Arguments, schema: type, check: Callable[[Any], None]) -> Any:
+    """Loads a config that a run can start from. Raises ConfigError, also for settings that contradict each other."""
+    config = load_config(arguments, schema)
     check_is_whole(arguments, config)
-    check_config(config)
+    check(config)
     return config
 
 
@@ -284,7 +292,7 @@ def parse_override(text: str) -> Override:
             ) from error
         override = read_as_text(parser, key, value)
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: {ONE_RUN}. A text with a comma stands in quotes: '{key}=\"{value}\"'.")
+        raise ConfigError(f"{text}: -m runs each of them. A text with a comma stands in quotes: '{key}=\"{value}\"'.")
     return override
 
 

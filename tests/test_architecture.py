@@ -79,6 +79,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "training/run.py": "says that nothing is left to do, and what a run leaves",
         "extras/sft/trainer.py": "says where its workers are, and where its files go",
         "training/tracking.py": "the console logger",
+        "extras/sweep/sweep.py": "names the run that starts, and lists all at the end",
         "extras/verl/compat.py": "DataProto.print_size, which code for verl calls to see sizes",
         "workers/model_worker.py": "the memory of its GPU, which main.py must not touch",
     },

@@ -35,7 +35,7 @@ IRREGULAR = frozenset((
 CEILINGS = {
     "core lines": 18_480,
     "core files": 81,
-    "product lines": 36_530,
+    "product lines": 36_810,
     "scripts and benchmarks": 2_720,
     "names in training/": 18,
     "names in workers/": 23,
@@ -43,13 +43,13 @@ CEILINGS = {
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 34,
-    "modules with one importer": 42,
+    "modules with one importer": 43,
     "settings": 287,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 37_350,
+    "test lines": 37_560,
 }
 
 

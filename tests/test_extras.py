@@ -92,6 +92,9 @@ def test_the_core_does_without_extras(extras: list[str], tmp_path: Path):
         key = f"trainer.{start}" if "." not in start else f"actor_rollout_ref.{start}"
         refused = run(copy, "main.py", "--config-name", "frozenlake", f"{key}=1")
         assert refused.returncode and f"{name} is not in this copy; extras/{name} was removed" in refused.stderr
+    for flag in (flag for flag, path in TABLE["flag"].items() if path.split(".")[1] in extras):
+        refused = run(copy, "main.py", flag, "trainer.seed=0,1")
+        assert refused.returncode and "is not in this copy" in refused.stderr
     if core := {file for name in extras for kind in kinds_of(name) for file in CORE_TESTS.get(kind, ())}:
         pass_tests(copy, *sorted(core))
 

@@ -33,7 +33,7 @@ def supervise(config: Any) -> Any:
         child, pipe = start_child()
         if child == 0:
             return with_settings(config, settings)
-        code, may_pass = watch(child, pipe)
+        code, _, may_pass = watch(child, pipe)
         if code:
             end_descendants()
         if not may_pass:
@@ -93,9 +93,10 @@ def start_child() -> tuple[int, int]:
     return 0, writer
 
 
-def watch(child: int, pipe: int) -> tuple[int, bool]:
-    """Hands signals on to the child until it has ended. Returns its exit code, negative for a signal, and whether the
-    cause may pass: nobody asked for the end, and the run says that it may, or something else than Python ended it."""
+def watch(child: int, pipe: int) -> tuple[int, bool, bool]:
+    """Hands signals on to the child until it has ended. Returns its exit code, negative for a signal; whether anybody
+    asked for the end; and whether the cause may pass: nobody did, and the run says that it may, or something else than
+    Python ended it."""
     received: list[int] = []
     answered = [number for number in (*ENDING, SAVING) if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in answered}
@@ -116,7 +117,7 @@ def watch(child: int, pipe: int) -> tuple[int, bool]:
     is_asked |= -code in ENDING
     by_itself |= BY_ITSELF in read(pipe)
     os.close(pipe)
-    return code, code != 0 and not is_asked and (code == TEMPORARY or not by_itself)
+    return code, is_asked, code != 0 and not is_asked and (code == TEMPORARY or not by_itself)
 
 
 def read(pipe: int) -> bytes:
