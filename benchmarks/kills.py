@@ -27,7 +27,7 @@ from extras.restarts.restarts import descendants, steps_done
 from tests.forked import Run
 from tests.runs import learning_metrics, short_run, state_files
 
-STEPS_A_KILL = 3  # so that a checkpoint lies between two: without one, the same end twice is the last
+STEPS_A_KILL = 8  # more than there are between two
 PATIENCE = 300  # seconds for anything to happen
 STALL = 40  # seconds of silence, more than a start takes
 PORT = 8765
@@ -86,6 +86,8 @@ class Chain:
     def __init__(self, root: Path, mode: str, target: str, times: int, seed: int) -> None:
         self.root, self.mode, self.target = root, mode, target
         self.steps, self.draws, self.seconds = STEPS_A_KILL * times + 2, random.Random(seed), []
+        if mode == "server":
+            self.serve()
 
     def run(self, name: str, kills: int) -> Path:
         """Runs the command to its end, with so many kills, and returns the folder."""
@@ -93,18 +95,14 @@ class Chain:
         if not kills and (folder / f"global_step_{self.steps}").exists():
             return folder
         shutil.rmtree(folder, ignore_errors=True)
-        if self.mode == "server":
-            self.serve()
         own = [*COMMON, *MODES[self.mode], f"trainer.total_training_steps={self.steps}"]
         own += [f"trainer.stall_timeout={STALL}"] * (self.target == "stop")
         self.command = Run("-c", CHAIN, "--config-name=frozenlake", *short_run(self.root / "model", folder, *own))
         for number in range(kills):
-            self.kill(STEPS_A_KILL * number + self.draws.randint(1, STEPS_A_KILL - 1), in_save=number % 2 == 1)
+            self.kill(in_save=number % 2 == 1)
         done = self.command.wait(PATIENCE)
         folder.with_suffix(".log").write_text(done.stdout + done.stderr)
         assert done.returncode == 0, f"{name} ended by {done.returncode}: {folder.with_suffix('.log')}"
-        if self.mode == "server":
-            os.kill(self.server.pid, signal.SIGKILL)
         return folder
 
     def serve(self) -> None:
@@ -112,11 +110,13 @@ class Chain:
         self.server = Run("-m", "extras.server", f"model.path={self.root / 'model'}", f"server.port={PORT}")
         self.until(lambda: "serving" in self.server.said()[0], self.server)
 
-    def kill(self, step: int, in_save: bool) -> None:
-        """Kills the target once `step` is done, and waits until the run has ended and is started again."""
+    def kill(self, in_save: bool) -> None:
+        """Kills the target after some steps, and waits until the run has ended. Without a new checkpoint, it would not
+        be started again if it ends in the same way."""
+        step = steps_done(self.folder) + self.draws.randint(1, 2)
         self.until(lambda: steps_done(self.folder) >= step)
         pid, family, before = self.victim(), {*descendants(self.command.pid)}, len(self.command.said()[1])
-        time.sleep(self.draws.random())
+        time.sleep(self.draws.random() / 2)
         if in_save:
             self.until(self.saves)
         where, began = "a save" if self.saves() else "a step", time.monotonic()
@@ -125,7 +125,7 @@ class Chain:
         self.seconds.append(time.monotonic() - began)
         ended = self.until(lambda: ENDED.search(self.command.said()[1], before))[0]
         left = family & {*descendants(self.command.pid)}
-        print(f"  after step {step}, in {where}: {self.seconds[-1]:5.1f} s: {said[:200]}")
+        print(f"  in {where} after step {step}: {self.seconds[-1]:5.1f} s: {said[:200]}")
         print(f"    {time.monotonic() - began:5.1f} s: {ended}; {len(left)} processes left", flush=True)
         if self.mode == "server":
             self.serve()
