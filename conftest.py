@@ -223,3 +223,13 @@ def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> None:
 
     module.create_dataset, module.get_score_answer_fn = create_dataset, get_score_answer_fn
     monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Any]:
+    """Four, for replicas of shards; a run of two is in tests/test_ray_group.py."""
+    from tests.ranks import Ranks
+
+    ranks = Ranks(4)
+    yield ranks
+    ranks.pool.shutdown()

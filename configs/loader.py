@@ -149,11 +149,7 @@ def parse_arguments(
 
 
 def load_config(arguments: Arguments, schema: type) -> Any:
-    """Composes, checks and freezes an instance of the `schema` dataclass.
-
-    Raises:
-        ConfigError: a yaml file, a key or a value is invalid.
-    """
+    """Composes, checks and freezes an instance of the `schema` dataclass."""
     composed = compose_dict(arguments, schema)
     try:
         if OmegaConf.select(composed, "trainer.experiment_name", default="no run") is None:
@@ -171,11 +167,7 @@ def load_config(arguments: Arguments, schema: type) -> Any:
 
 
 def compose(name: str, overrides: Sequence[str] = (), folder: str | Path = CONFIG_DIR) -> Config:
-    """Composes and checks the config of a run without a command line: `main.run(compose("sums", ["trainer.seed=1"]))`.
-
-    Raises:
-        ConfigError: a yaml file, a key or a value is invalid, or two contradict each other.
-    """
+    """Composes and checks a config without a command line: `main.run(compose("frozenlake", ["trainer.seed=1"]))`."""
     arguments = Arguments(name, Path(folder).absolute(), list(overrides), print_config=False)
     return checked_config(arguments, Config, check_config)
 
@@ -273,11 +265,7 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
 
 
 def parse_override(text: str) -> Override:
-    """Parses one `key=value`; a value that Hydra's grammar cannot read (~, parentheses, = in a path) is a text.
-
-    Raises:
-        ConfigError: it is not key=value, a malformed list or mapping, or a sweep.
-    """
+    """Parses one `key=value`; a value that Hydra's grammar cannot read (~, parentheses, = in a path) is a text."""
     key, equals, value = text.partition("=")
     if not key or not (equals or key.startswith("~")):
         raise ConfigError(f"'{text}' is not of the form key=value, without spaces: trainer.total_epochs=3.")

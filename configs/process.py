@@ -223,11 +223,7 @@ class Threads(NamedTuple):
 
 def worker_threads(n_threads: int | None, workers: int = 1) -> Threads:
     """Chooses the threads of each of a machine's `workers`: trainer.n_threads, else OMP_NUM_THREADS, else an equal
-    share of the available cores.
-
-    Raises:
-        ValueError: OMP_NUM_THREADS is no number of threads.
-    """
+    share of the available cores."""
     if n_threads is not None:
         return Threads(n_threads, "trainer.n_threads")
     declared = os.environ.get(THREADS, "").strip()

@@ -28,11 +28,7 @@ BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode kee
 
 
 def parse_prompt(value: Any) -> Prompt:
-    """Reads a prompt column's value: a string, or chat messages, without the nulls that parquet adds.
-
-    Raises:
-        ValueError: it is neither a string nor a non-empty list of messages with a role and a content.
-    """
+    """Reads a prompt column's value: a string, or chat messages, without the nulls that parquet adds."""
     if isinstance(value, np.ndarray):  # pandas makes it of a list in a parquet file
         value = value.tolist()
     if isinstance(value, str):
@@ -214,11 +210,7 @@ class ChatFormat:
         return count + 1 if count < len(ids) and not self.tokenizer.decode(ids[:count]).strip() else 0
 
     def increment_text(self, messages: list[Message]) -> str:
-        """Returns the text that the template writes behind an answer when `messages` follow it.
-
-        Raises:
-            ValueError: as `increment`.
-        """
+        """Returns the text that the template writes behind an answer when `messages` follow it."""
         start = [{"role": "user", "content": QUESTION}]
         turns = [*start, {"role": "assistant", "content": ANSWER}, *messages]
         try:

@@ -23,11 +23,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) -> PretrainedConfig:
-    """Returns the config of the model at `path`, which the setting `key` names, with `model.override_config`.
-
-    Raises:
-        ValueError: there is no model there, or transformers does not know its kind; names the key.
-    """
+    """Returns the config of the model at `path`, which the setting `key` names, with `model.override_config`."""
     folder = check_model_path(path, key)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
@@ -79,11 +75,7 @@ def is_known(config: PretrainedConfig, models: dict[type, type], auto_class: str
 
 
 def check_model_path(path: str | None, key: str) -> str:
-    """Returns `path` if a model can be there: a folder with a config.json, or something that can be a hub name.
-
-    Raises:
-        ValueError: not set, no such folder, or a folder without config.json; names the key and the remedy.
-    """
+    """Returns `path` if a model can be there: a folder with a config.json, or something that can be a hub name."""
     remedy = (
         "Give a folder written by save_pretrained; `python -m custom.tiny_model DIR` makes a small one to try with, "
         "`make quickstart` makes outputs/quickstart/warm_start."
@@ -105,11 +97,7 @@ def check_model_path(path: str | None, key: str) -> str:
 
 
 def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_ref.model") -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of the model that the config's `section` describes, with a pad token and its chat template.
-
-    Raises:
-        ValueError: it cannot be loaded, or has no token to end a response with; names the key and the remedy.
-    """
+    """Returns the tokenizer of the model that `section` of the config describes, with a pad token and a template."""
     key = f"{section}.path" if model.tokenizer_path is None else f"{section}.tokenizer_path"
     path = model.tokenizer_path or check_model_path(model.path, key)
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from os import PathLike
@@ -20,7 +20,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader
 
 from data.files import replacing
 from data.wire import pack, unpack
@@ -139,11 +138,7 @@ class DataProto(_Columns):
     def from_single_dict(
         cls, data: dict[str, Column | list], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> Self:
-        """Makes a batch of columns of any kind; a list is an object column. `batch` is never None, as in verl.
-
-        Raises:
-            ValueError: a column is neither tensor, array nor list.
-        """
+        """Makes a batch of columns of any kind; a list is an object column. `batch` is never None, as in verl."""
         tensors, arrays = {}, {}
         for name, column in data.items():
             match column:
@@ -218,11 +213,6 @@ class DataProto(_Columns):
             raise TypeError(f"rows are selected by 1-D ints or bools, got {picked.dtype} of shape {picked.shape}")
         return self._take(np.arange(len(self))[picked])
 
-    def reorder(self, indices: Indices) -> None:
-        """Puts the rows into the order `indices`, in place."""
-        ordered = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
-
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeats every row `repeat_times` times: aabbcc interleaved, abcabc otherwise."""
         rows = np.arange(len(self))
@@ -259,16 +249,6 @@ class DataProto(_Columns):
         batch = None if first.batch is None else TensorDict(tensors, batch_size=[total], device=first.batch.device)
         arrays = {name: np.concatenate([p.non_tensor_batch[name] for p in data]) for name in first.non_tensor_batch}
         return type(first)(batch, arrays, _merge_meta([piece.meta_info for piece in data]))
-
-    def make_iterator(
-        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None
-    ) -> Iterator[Self]:
-        """Cuts mini-batches, `epochs` times; `dataloader_kwargs={"shuffle": True}` shuffles, `seed` fixes the order."""
-        rows, options = range(len(self)), dataloader_kwargs or {}
-        assert len(rows) % mini_batch_size == 0, f"{len(rows)} rows do not divide into batches of {mini_batch_size}"
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        loader = DataLoader(rows, mini_batch_size, generator=generator, collate_fn=self.select_idxs, **options)
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def _take(self, rows: slice | np.ndarray) -> Self:
         """Returns the rows in a slice (views) or at positions (copies)."""

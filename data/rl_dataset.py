@@ -349,11 +349,7 @@ def report_overlong(overlong: list[tuple[Origin, int]], total: int, limit: int) 
 
 
 def collate_fn(rows: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Stacks the tensors of B rows to [B, …]; all else becomes an object array [B], with elements as they are.
-
-    Raises:
-        ValueError: a row lacks a column that others have, or tensors differ in shape; names the column.
-    """
+    """Stacks the tensors of B rows to [B, …]; all else becomes an object array [B], with elements as they are."""
     names = dict.fromkeys(name for row in rows for name in row)
     for name in names:
         lacking = [i for i, row in enumerate(rows) if name not in row]
@@ -377,11 +373,7 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
 
 
 def get_dataset_class(config: DataConfig) -> type[Dataset]:
-    """Returns the class that data.custom_cls names, or else the one that the data section does.
-
-    Raises:
-        TypeError: it is no subclass of torch.utils.data.Dataset.
-    """
+    """Returns the class that data.custom_cls names, or else the one that the data section does."""
     if config.custom_cls.path is None:
         return find("dataset", config.dataset, "data")
     return load_subclass(config.custom_cls.path, config.custom_cls.name, Dataset, "data.custom_cls.name")
@@ -393,11 +385,7 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
 ) -> Dataset:
-    """Returns the dataset of `data_files`, of the configured class, which is given what its constructor names.
-
-    Raises:
-        ValueError: no files, or a constructor that cannot be called with what there is.
-    """
+    """Returns the dataset of `data_files`, of the configured class, which is given what its constructor names."""
     dataset_class = get_dataset_class(config)
     if data_files is None and dataset_class is RLHFDataset:
         raise ValueError("data.train_files is not set: name files (docs/data.md), or an environment by env.id.")

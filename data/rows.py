@@ -148,9 +148,6 @@ def with_labels(row: Row, origin: Origin, truth_key: str = "ground_truth") -> Ro
     """Gives `row` a dictionary as extra_info and, if it has an answer, one with ground_truth as reward_model.
 
     Either may be given as JSON. The column `truth_key` counts where reward_model has none.
-
-    Raises:
-        ValueError: one of the two is no dictionary; names the row.
     """
     row = {**row, "extra_info": _dictionary(row, "extra_info", origin)}
     if "reward_model" in row or truth_key in row:
@@ -223,12 +220,7 @@ def source_name(source: str | Path) -> str:
 
 
 def read_source(source: str | Path, key: str = "") -> Iterator[Found]:
-    """Returns the rows of one entry of data.train_files, or of the setting `key`, in order.
-
-    Raises:
-        FileNotFoundError: no such file, folder or data set.
-        ValueError: a file that cannot be read, or what a source refuses.
-    """
+    """Returns the rows of one entry of data.train_files, or of the setting `key`, in order."""
     scheme, _, rest = str(source).partition(":")
     if scheme in TABLE["source"]:
         name, _, query = rest.partition("?")

@@ -99,11 +99,7 @@ class PlainSampler(AbstractSampler):
 
 
 def hears_metrics(sampler: AbstractSampler) -> bool:
-    """Says whether a sampler's `update` is that of (indices, metrics), not that of (batch).
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Says whether a sampler's `update` is that of (indices, metrics), not that of (batch)."""
     signature, required = inspect.signature(sampler.update), required_arguments(sampler.update)
     if "metrics" in signature.parameters or len(required) == 2:
         return True
@@ -137,10 +133,6 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
 
     Args:
         seed: trainer.seed; data.seed, where set, comes first.
-
-    Raises:
-        TypeError, ValueError: the user's class is no Sampler, cannot be called with data.sampler.kwargs,
-            or has an `update` of another form.
     """
     chosen, seed = data_config.sampler, seed if data_config.seed is None else data_config.seed
     if chosen.class_path is not None:

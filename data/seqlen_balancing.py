@@ -6,11 +6,13 @@ on the number of micro-batches among ranks, is left to the callers.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+Item = TypeVar("Item")
 
 
 def ceildiv(a: int, b: int) -> int:
@@ -162,3 +164,17 @@ def padded_parts(lengths: Sequence[int], max_token_len: int) -> list[list[int]]:
         else:
             parts.append([row])
     return parts
+
+
+def filled(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Groups neighbours as they come, of sizes that add up to `most` at most; a larger one alone."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        if group and total + size_of(item) > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size_of(item)
+    if group:
+        yield group

@@ -47,11 +47,7 @@ class Table:
 
     @classmethod
     def of(cls, value: Any, name: str) -> "Table":
-        """Makes a table of one, of a `datasets.Dataset`, a data frame or rows; `name` is that of the data set.
-
-        Raises:
-            ValueError: its rows are no dictionaries.
-        """
+        """Makes a table of one, of a `datasets.Dataset`, a data frame or rows; `name` is that of the data set."""
         if isinstance(value, Table):
             return value
         if isinstance(value, HasList):

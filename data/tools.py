@@ -94,9 +94,6 @@ class BaseTool:
         tool_schema: in OpenAI's function format; name: the name in it.
         blocks: whether its methods compute or wait without `await`; each call then runs in a thread of its own.
         max_concurrent: calls of all episodes that run side by side; more wait.
-
-    Raises:
-        ValueError: there is no schema, or it is none.
     """
 
     blocks, max_concurrent = False, 64
@@ -173,11 +170,7 @@ class AgentData:
 
 class FunctionTool(BaseTool):
     """A Python function, sync or async, as a tool; it can still be called as the function it is. Its schema, unless
-    given, is made of its type hints and docstring.
-
-    Raises:
-        ValueError: no docstring, or a parameter that no schema can describe; names it and the remedy.
-    """
+    given, is made of its type hints and docstring."""
 
     def __init__(self, function: Callable, name: str | None = None, schema: Mapping[str, Any] | None = None) -> None:
         self.function = function
@@ -235,22 +228,14 @@ def as_response(result: Any) -> ToolResponse:
 
 def as_reward(value: Any) -> float:
     """Returns the reward that a tool gave: a number, the sum of a list, 0 for None. Texts in a list count for nothing,
-    as verl's SearchTool keeps what it has found there.
-
-    Raises:
-        ValueError, TypeError: it is none of these.
-    """
+    as verl's SearchTool keeps what it has found there."""
     if isinstance(value, list | tuple):
         return sum(as_reward(item) for item in value if not isinstance(item, str))
     return 0.0 if value is None else float(value)
 
 
 def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
-    """Returns `schema` with what may be left out ("parameters": none; "description": "").
-
-    Raises:
-        ValueError: it is not in OpenAI's function format; says what and where.
-    """
+    """Returns `schema` with what may be left out ("parameters": none; "description": "")."""
     example = '{"type": "function", "function": {"name": …, "description": …, "parameters": {"type": "object", …}}}'
     match schema:
         case {"type": "function", "function": {"name": str(name)} as function} if NAME.fullmatch(name):
@@ -328,11 +313,7 @@ def as_type(value: Any, kind: str) -> Any:
 
 
 def function_schema(function: Callable, name: str | None = None) -> dict[str, Any]:
-    """Makes OpenAI's function schema: types from the hints, texts from the docstring (Google's or Sphinx's).
-
-    Raises:
-        ValueError: no docstring, a parameter without a hint or with one that JSON has no type for; says the remedy.
-    """
+    """Makes OpenAI's function schema: types from the hints, texts from the docstring (Google's or Sphinx's)."""
     from transformers.utils import chat_template_utils as made_by
 
     tool = f"the tool {function.__name__} ({inspect.getsourcefile(function)})"
@@ -361,12 +342,7 @@ def function_schema(function: Callable, name: str | None = None) -> dict[str, An
 
 def load_tools(settings: MultiTurnConfig) -> dict[str, BaseTool]:
     """Loads all tools that the settings name, by name: of a yaml, of the functions of a file, and of the methods of
-    the object that a factory makes for each episode.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError: a file, class or schema that cannot be used, or a name that comes
-            twice; names file, key and remedy.
-    """
+    the object that a factory makes for each episode."""
     files, tools = settings.files(), list[BaseTool]()
     if path := files.get("tool_config_path"):
         tools += find("source", "tools", f"{KEY}.tool_config_path")(path)

@@ -245,14 +245,6 @@ def test_repeat_interleaved_or_tiled(n, times):
     assert type(data.repeat(times)) is CustomProto
 
 
-@few
-@given(st.permutations(range(6)))
-def test_reorder_is_in_place(order):
-    data = make(6)
-    assert data.reorder(torch.tensor(order)) is None
-    assert rows(data) == [rows(make(6))[i] for i in order]
-
-
 # Cutting and joining
 
 
@@ -308,22 +300,6 @@ def test_concat_refuses_different_columns_and_nothing_at_all():
                 DataProto.concat(pieces)
     with pytest.raises(IndexError):
         DataProto.concat([])
-
-
-# Mini-batches
-
-
-@few
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_every_epoch_visits_every_row_once(size, count, epochs, shuffle):
-    data = make(size * count, CustomProto, name="abc")
-    batches = list(data.make_iterator(size, epochs, seed=1, dataloader_kwargs={"shuffle": shuffle}))
-    assert [len(batch) for batch in batches] == [size] * count * epochs
-    assert all(batch.meta_info is data.meta_info and type(batch) is CustomProto for batch in batches)
-    for epoch in range(epochs):
-        visited = [row for batch in batches[epoch * count : (epoch + 1) * count] for row in rows(batch)]
-        assert sorted(visited) == sorted(rows(data))
-        assert shuffle or visited == rows(data)
 
 
 # Columns

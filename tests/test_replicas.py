@@ -1,7 +1,7 @@
 """Ranks in processes of their own, over real gloo, with whole models and a share of the rows each: what comes out is
 what one process has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,6 @@ LOSSES = {
     "kl_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3), optim=OPTIM),
 }
 CRITIC = CriticConfig(optim=OPTIM, loss_agg_mode="token-mean")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.pool.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -81,11 +81,7 @@ class EnvSetup:
 
 
 def build_environment(config: Config) -> Any | None:
-    """Returns the environment that env.id names, by its factory; None: there is none.
-
-    Raises:
-        ConfigError: the factory refuses it.
-    """
+    """Returns the environment that env.id names, by its factory; None: there is none."""
     settings = config.env
     if settings.id is None:
         return None
@@ -126,11 +122,7 @@ def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokeniz
 
 
 def build_env_setup(config: Config, environment: Any, dataset: Any, reward: RewardManager) -> EnvSetup:
-    """Puts an environment together with its dataset; the reward manager reads the answers, if it can.
-
-    Raises:
-        ConfigError: the dataset cannot show a state, or prompts of first states are too long.
-    """
+    """Puts an environment together with its dataset; the reward manager reads the answers, if it can."""
     if not isinstance(dataset, StateDataset):
         setting = f"env.val_episodes={config.env.val_episodes}" if config.env.mode == "step" else "env.mode=episode"
         raise ConfigError(
@@ -202,11 +194,7 @@ class Agent:
 
 
 def load_agents(config: AgentConfig) -> dict[str, Agent]:
-    """Loads the user's agents by name: those that an extra knows, and default_agent_loop as file.py:Class.
-
-    Raises:
-        ConfigError, ValueError, FileNotFoundError: a file or class that cannot be used, or a default that is none.
-    """
+    """Loads the user's agents by name: those that an extra knows, and default_agent_loop as file.py:Class."""
     agents = find("source", "agents")(config) if has("source", "agents") else {}
     default = config.default_agent_loop
     if default is not None and default not in agents:

@@ -553,11 +553,7 @@ def bind_policy_loss(
     key: str = "the policy loss",
 ) -> Callable[[], Any]:
     """Binds a loss to the `tensors` of `TENSOR_ARGS` by position, to `loss_agg_mode` (also as a fifth argument of any
-    name) and `config` if it accepts them, and to `extra_kwargs`: rollout_is_weights and policy_loss.kwargs.
-
-    Raises:
-        ValueError: it needs another argument, or does not accept what was set; names `key`, which chose it.
-    """
+    name) and `config` if it accepts them, and to `extra_kwargs`: rollout_is_weights and policy_loss.kwargs."""
     positional = dict(zip(TENSOR_ARGS, tensors, strict=True))
     parameters = inspect.signature(function).parameters.values()
     optional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][len(TENSOR_ARGS) :]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from data.seqlen_balancing import filled
 from training.checkpoint import FILE_ERRORS, unreadable
 
 MODEL, MOMENTS = "model", "optim"  # folders
@@ -60,11 +61,7 @@ def plain_errors() -> Iterator[None]:
 
 
 class Shards(HuggingFaceStorageReader):
-    """The tensors that `save_shards` wrote into `folder`; `shapes` has those of the whole ones, by name.
-
-    Raises:
-        ValueError: a file is missing, cut short or no safetensors; names it and the remedy.
-    """
+    """The tensors that `save_shards` wrote into `folder`; `shapes` has those of the whole ones, by name."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -92,11 +89,7 @@ class Shards(HuggingFaceStorageReader):
         return metadata
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets `tensors`, of which each rank may have a part, to what the files hold; each rank reads its own.
-
-        Raises:
-            ValueError: the files hold others, or of other shapes.
-        """
+        """Sets `tensors`, of which each rank may have a part, to what the files hold; each rank reads its own."""
         try:
             check_names(self.shapes.keys(), tensors.keys(), tensors.keys())
             for name, tensor in tensors.items():
@@ -139,7 +132,9 @@ def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> Non
     count = total = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for count, part in enumerate(files_full(weights), start=1):
+        in_main_memory = ((name, weight.detach().cpu().contiguous()) for name, weight in weights)
+        parts = filled(in_main_memory, lambda item: item[1].nbytes, PRETRAINED_BYTES)
+        for count, part in enumerate(map(dict, parts), start=1):
             save_tensors(part, folder / part_name(count))
             part_numbers |= dict.fromkeys(part, count)
             total += sum(weight.nbytes for weight in part.values())
@@ -160,17 +155,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata={"format": "pt"})  # for this user alone
     path.chmod(mode)
-
-
-def files_full(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Groups neighbours of up to PRETRAINED_BYTES, in main memory."""
-    part: dict[str, Tensor] = {}
-    for name, weight in weights:
-        if part and sum(other.nbytes for other in part.values()) + weight.nbytes > PRETRAINED_BYTES:
-            yield part
-            part = {}
-        part[name] = weight.detach().cpu().contiguous()
-    yield part
 
 
 def part_name(number: int, count: int = 0) -> str:

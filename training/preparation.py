@@ -317,9 +317,6 @@ def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable
 
     Rows of files are all looked at, those that a dataset makes at these positions, and an environment's, which begin
     none, not at all.
-
-    Raises:
-        ConfigError: names the row and the remedy.
     """
     settings, agents, dataset = rollout.multi_turn, load_agents(rollout.agent), loader.dataset
     users = load_users(settings) if settings.enable else None

@@ -53,9 +53,6 @@ class Form:
         columns: arguments that it may name, and the columns of the view that hold them; {} for one of a DataProto.
         given: all that it is given; of_data: columns of the data set among these; needed: those without a default.
         needs_ground_truth: whether it cannot be called without one.
-
-    Raises:
-        ValueError: the signature has none of the `FORMS`.
     """
 
     def __init__(self, function: Callable, reward_kwargs: dict[str, Any]) -> None:
@@ -118,9 +115,6 @@ class FunctionReward:
         reward_kwargs: passed on to every call; they win over what the caller passes.
         max_concurrent, timeout: limits of an async function that is called in this process.
         key: the setting that names it.
-
-    Raises:
-        ValueError: the signature has none of the forms, or does not go with `reward_kwargs`.
     """
 
     def __init__(

@@ -93,11 +93,7 @@ class Observers(Observer):
 
 
 def observers_of(config: Any) -> list[type[Observer]]:
-    """Finds the observers of a run beside its record; verl's logger "file" is the record, which is always written.
-
-    Raises:
-        ConfigError: trainer.logger names none, or one of an extra that is not in this copy.
-    """
+    """Finds the observers of a run beside its record; verl's logger "file" is the record, which is always written."""
     names = config.trainer.logger
     names = dict.fromkeys([names] if isinstance(names, str) else names or ())
     names.pop("file", None)

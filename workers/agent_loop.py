@@ -145,11 +145,7 @@ class AgentLoop:
 
 
 def report_stuck(previous: int) -> None:
-    """Warns of user code that was given up and goes on, if there is more of it than `previous`.
-
-    Raises:
-        RuntimeError: there are more than MOST_STUCK such calls.
-    """
+    """Warns of user code that was given up and goes on, if there is more of it than `previous`."""
     remedy = "Play environments in processes, which can be killed: env.processes=4."
     text = f"calls of environments or tools that hang, each in a thread: {len(stuck)}"
     if len(stuck) > MOST_STUCK:

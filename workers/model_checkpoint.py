@@ -101,11 +101,7 @@ class ModelCheckpoint:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote.
-
-        Raises:
-            ValueError: a part is missing, unreadable or of another model; names the file and the remedy.
-        """
+        """Restores what `save` wrote."""
         root = folder if (folder / SUMS_FILE).exists() else folder.parent  # supervised training has one model
         files = sorted([*folder.glob(f"{MODEL}/*"), *folder.glob(f"{MOMENTS}/*"), *folder.glob("*.pt")])
         check_sums(root, files[rank() :: group_size()])  # all ranks together each file once

@@ -1,7 +1,8 @@
 """Defines the hook `parallel`: how a model is spread over workers. The core's: each has it all, and sums gradients."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from configs.errors import ConfigError
 from configs.extras import absence, find, has
 from configs.schema import Config, OptimConfig
+from data.seqlen_balancing import filled
 from workers.collectives import group_size
 
 BUCKET = 64 << 20  # numbers that are summed at once
@@ -103,11 +105,12 @@ class Replicas:
         trained = [weight for weight, count in zip(weights, reached.tolist(), strict=True) if count]
         for weight in trained:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        for bucket in buckets([weight.grad for weight in trained]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            dist.all_reduce(flat)
-            for gradient, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        for _, alike in groupby([weight.grad for weight in trained], key=lambda gradient: gradient.dtype):
+            for bucket in filled(alike, Tensor.numel, BUCKET):
+                flat = torch.cat([gradient.flatten() for gradient in bucket])
+                dist.all_reduce(flat)
+                for gradient, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
 
     def clip(self, model: nn.Module, limit: float) -> float:
         """Scales the gradients down to the norm `limit`. Returns their norm before."""
@@ -126,19 +129,6 @@ class Replicas:
     def part(self, tensor: Tensor, like: Tensor | None) -> Tensor:
         """Returns this worker's part of a `tensor` that each has whole, cut as `like` is."""
         return tensor
-
-
-def buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Groups tensors of one dtype up to BUCKET numbers, in their order."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        size = sum(other.numel() for other in [*bucket, tensor])
-        if bucket and (bucket[0].dtype != tensor.dtype or size > BUCKET):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 def layout_of(config: Config, workers: int) -> type[Replicas]:

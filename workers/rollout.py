@@ -86,9 +86,6 @@ class Rollout:
 
         Args:
             workers: of a machine, as an engine is not split over several; `gpus`: of each.
-
-        Raises:
-            ConfigError: the engine cannot work by them.
         """
         defaults = {field.name: field.default for field in fields(RolloutConfig)}
         idle = [name for name in OPTIONAL if name not in cls.reads and config[name] != defaults[name]]
@@ -301,11 +298,7 @@ class Rollout:
 
 
 def load_rollout_class(name: str) -> type[Rollout]:
-    """Returns the engine that rollout.name names: a shipped one, or the subclass in a file or module.
-
-    Raises:
-        ValueError: there is none, or several, or it cannot be called with what a worker has.
-    """
+    """Returns the engine that rollout.name names: a shipped one, or the subclass in a file or module."""
     key, (path, chosen) = f"{KEY}.name={name}", split_object(name)
     if name in TABLE["engine"] or chosen:
         engines = [find("engine", name, f"{KEY}.name")]

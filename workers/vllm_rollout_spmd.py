@@ -272,11 +272,7 @@ def segments_of_this_run() -> Iterator[None]:
 
 def config_folder(model: PreTrainedModel) -> Path:
     """Writes the config that vLLM builds the model from into a folder beside vLLM's caches, named after its content: by
-    that name vLLM looks up what it has compiled.
-
-    Raises:
-        ValueError: nothing can be written there; names the variable.
-    """
+    that name vLLM looks up what it has compiled."""
     root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
     try:
         root.expanduser().mkdir(parents=True, exist_ok=True)

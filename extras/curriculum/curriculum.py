@@ -39,9 +39,6 @@ class CurriculumSampler(AbstractCurriculumSampler):
         success_above: a sample with a higher reward is a success.
         memory: of this share at least is the newest observation in a rate, the samples of a row in a step; until
             then each counts alike, and so does what is taken for the rate at first. 1: the newest counts alone.
-
-    Raises:
-        ValueError: rows without a value in that column, or a setting out of its bounds.
     """
 
     def __init__(

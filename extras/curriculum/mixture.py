@@ -15,9 +15,6 @@ class MixtureSampler(RandomSampler):
 
     An epoch is as many rows as the dataset has. A source that runs out in it begins anew; of one with more rows than
     its share, each epoch draws others.
-
-    Raises:
-        ValueError: a source has no weight, or a weight no source.
     """
 
     def __init__(self, data_source: Sized, data_config: DataConfig, seed: int) -> None:

@@ -35,12 +35,7 @@ class AbstractDataGenerator(ABC):
 
 
 class DynamicGenDataset(RLHFDataset):
-    """The rows of files, and below them those that the generator made. Too long prompts among these are left out.
-
-    Raises:
-        TypeError: data.datagen names no AbstractDataGenerator.
-        ValueError: it made a row that cannot be used.
-    """
+    """The rows of files, and below them those that the generator made. Too long prompts among these are left out."""
 
     @wraps(RLHFDataset.__init__)
     def __init__(self, *arguments: Any, **settings: Any) -> None:

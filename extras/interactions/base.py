@@ -54,10 +54,6 @@ def load_interactions(path: str) -> dict[str, BaseInteraction]:
 
     A class is named as a.b.Class or file.py:Class. Without a name, it is that of the class in lower case, less
     "Interaction" at its end.
-
-    Raises:
-        FileNotFoundError, ValueError, RuntimeError: a file, entry or class that cannot be used, or a name that comes
-            twice.
     """
     interactions: dict[str, BaseInteraction] = {}
     for where, entry in read_entries(path, "interaction", ENTRY_KEYS):
@@ -71,11 +67,7 @@ def load_interactions(path: str) -> dict[str, BaseInteraction]:
 
 
 def interaction_of(interactions: Mapping[str, BaseInteraction], row: Mapping[str, Any]) -> BaseInteraction:
-    """Returns the interaction that a row's interaction_kwargs name.
-
-    Raises:
-        ValueError: the row names none, or one that is not there.
-    """
+    """Returns the interaction that a row's interaction_kwargs name."""
     known, kwargs = ", ".join(interactions), kwargs_in(row, "interaction_kwargs")
     if "name" not in kwargs:
         raise ValueError(
@@ -89,11 +81,7 @@ def interaction_of(interactions: Mapping[str, BaseInteraction], row: Mapping[str
 
 
 class Users:
-    """Makes the simulated user of a conversation, of those in the yaml at `path`; calls have `timeout` seconds.
-
-    Raises:
-        FileNotFoundError, ValueError, RuntimeError: as `load_interactions`.
-    """
+    """Makes the simulated user of a conversation, of those in the yaml at `path`; calls have `timeout` seconds."""
 
     def __init__(self, path: str, timeout: float) -> None:
         self.interactions, self.timeout = load_interactions(path), timeout

@@ -20,9 +20,6 @@ class EndpointInteraction(BaseInteraction):
     It is told `config.instruction`, and the row's interaction_kwargs.persona below it. The conversation ends when it
     writes <end>. `config.sampling` goes along (temperature, max_tokens, …), as a bearer token the key that the variable
     `config.api_key_env` holds, or `config.api_key`.
-
-    Raises:
-        ValueError: no base_url or model, or no such variable.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -11,9 +11,6 @@ class ScriptedInteraction(BaseInteraction):
 
     The conversation ends when there is no further line, with a score of 0; or, with a score of 1, as soon as an answer
     matches `until`, a regular expression in interaction_kwargs or config, if there is one.
-
-    Raises:
-        ValueError: a script that is no list of texts.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -26,11 +26,7 @@ NO_MEGATRON = "--backend megatron: verl reads those shards: python -m verl.model
 
 
 def merge(local_dir: Path, target_dir: Path) -> None:
-    """Writes the model whose checkpoint is in `local_dir`, an actor's or critic's folder, into `target_dir`.
-
-    Raises:
-        ValueError: a folder is not as it has to be, or a file cannot be read; names it.
-    """
+    """Writes the model whose checkpoint is in `local_dir`, an actor's or critic's folder, into `target_dir`."""
     source = local_dir / HUGGINGFACE
     if not (source / "config.json").is_file():
         raise ValueError(f"--local_dir {local_dir} lacks {HUGGINGFACE}/config.json: name actor/ of a global_step_N.")
@@ -56,11 +52,7 @@ def merge(local_dir: Path, target_dir: Path) -> None:
 
 
 def read_ranks(folder: Path) -> dict[str, Tensor]:
-    """Reads the weights that the ranks of a run of verl's wrote: model_world_size_N_rank_i.pt.
-
-    Raises:
-        ValueError: there are none, or one is missing or unreadable; names it.
-    """
+    """Reads the weights that the ranks of a run of verl's wrote: model_world_size_N_rank_i.pt."""
     files = [*folder.glob("model_world_size_*_rank_*.pt")]
     size = max((int(path.stem.split("_")[3]) for path in files), default=1)
     states: list[dict[str, Tensor]] = []

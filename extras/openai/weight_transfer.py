@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.errors import ConfigError
+from data.seqlen_balancing import filled
 from extras.http.http import Json, RequestRefused, ServerError, api_root, ask_once
 from extras.openai.settings import KEY, OpenAISettings
 from workers.agents.user_code import in_thread
@@ -57,15 +58,9 @@ def check_weight_transfer(settings: OpenAISettings, gpus: int) -> None:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields neighbouring weights of no more than a bucket together; a larger one alone."""
-    bucket: list[tuple[str, Tensor]] = []
-    for name, tensor in weights:
-        if bucket and sum(held.nbytes for _, held in bucket) + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append((name, tensor.detach()))
-    if bucket:
-        yield bucket
+    """Groups neighbouring weights by buckets."""
+    detached = ((name, tensor.detach()) for name, tensor in weights)
+    return filled(detached, lambda item: item[1].nbytes, BUCKET_BYTES)
 
 
 class WeightTransfer(ABC):

@@ -230,9 +230,6 @@ def read_episodes(path: str | Path) -> list[list[Sample]]:
     """Reads the rows of each sample of a file, as they were drawn; the other fields of its line are their `extras`.
 
     An answer to a prompt is an episode of one row. Log-probs and rewards are those of the batch, to the bit.
-
-    Raises:
-        ValueError: a line is no JSON, has no rows, or has lists of different lengths; names it.
     """
     episodes = []
     for number, record in enumerate(read_records(path), start=1):

@@ -29,9 +29,6 @@ class LearnedReward:
     Args:
         tokenizer: the policy's.
         parallel: how it is spread over the workers.
-
-    Raises:
-        ValueError: the folder holds no such model, or its tokenizer cannot write the conversation.
     """
 
     def __init__(
@@ -109,11 +106,7 @@ class LearnedReward:
 
 
 def load_reward_model(model: PretrainedModelConfig, parallel: Replicas = WHOLE) -> PreTrainedModel:
-    """Loads the sequence classifier at `model.path`, float32, without dropout.
-
-    Raises:
-        ValueError: there is no model there, or it is another kind; names the key.
-    """
+    """Loads the sequence classifier at `model.path`, float32, without dropout."""
     config = load_model_config(model, model.path, f"{RM_KEY}.path")
     config.update({**no_dropout(config), **model.override_config})
     loaded = load_pretrained(AutoModelForSequenceClassification, model, config, check_is_whole, parallel)

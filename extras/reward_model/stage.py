@@ -92,11 +92,7 @@ def reward_tokenizer(model: PretrainedModelConfig, policys: PreTrainedTokenizerB
 
 
 def encode_conversation(prompt: Prompt | None, response: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt and its response by `tokenizer`: messages in its chat template, a text as it is.
-
-    Raises:
-        ValueError: there is no prompt.
-    """
+    """Token ids of a prompt and its response by `tokenizer`: messages in its chat template, a text as it is."""
     response = as_text(response, tokenizer)
     if isinstance(prompt, str):
         return encode_pieces(prompt + response, tokenizer, begins_text=True)

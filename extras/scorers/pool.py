@@ -107,11 +107,7 @@ class Scorers:
         return partial(results_of, [self.submit(call, rows) for call in calls])
 
     def submit(self, arguments: dict[str, Any], rows: int = 1) -> Future:
-        """Calls the function with `arguments`, of so many rows; the future has its result, or NotScored.
-
-        Raises:
-            ValueError: an argument cannot be sent to a process.
-        """
+        """Calls the function with `arguments`, of so many rows; the future has its result, or NotScored."""
         try:
             body = pickle.dumps(arguments)
         except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -315,11 +315,7 @@ def check_characters(body: Json) -> None:
 
 def with_text(message: Json) -> Json:
     """Returns a message as templates take it: contents as a string, "" where calls are all that is said, and arguments
-    of calls as they are, not as JSON ("" is none).
-
-    Raises:
-        ValueError: a part of the content is no text, or a call is none.
-    """
+    of calls as they are, not as JSON ("" is none)."""
     has_content = "content" in message or message.get("tool_calls")
     changed = {"content": as_string(message.get("content", ""))} if has_content else {}
     if "tool_calls" in message:
@@ -338,11 +334,7 @@ def with_text(message: Json) -> Json:
 
 
 def as_string(content: Any) -> Any:
-    """The content of a message as templates take it: parts of text are joined by line feeds.
-
-    Raises:
-        ValueError: a part is no text.
-    """
+    """The content of a message as templates take it: parts of text are joined by line feeds."""
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):

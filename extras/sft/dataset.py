@@ -170,11 +170,7 @@ class LearnsNext(Protocol):
 
 class TokenRows(Dataset):
     """A dataset class of the user's as rows with a `sample`: of its input_ids, where attention_mask is 1, those are
-    learnt where loss_mask is 1, as in verl. All rows are made once at the start, to be checked.
-
-    Raises:
-        ValueError: a row lacks one of these, has nothing to learn, or is longer than data.max_length; names it.
-    """
+    learnt where loss_mask is 1, as in verl. All rows are made once at the start, to be checked."""
 
     def __init__(self, rows: Dataset, config: SFTDataConfig) -> None:
         self.rows, self.config = rows, config
@@ -256,11 +252,7 @@ class ConversationFormat:
         self.uses_markers = marks and set(config.roles_to_train) <= {"assistant"}
 
     def sample(self, messages: Sequence[Message], tools: Any) -> Sample:
-        """Encodes a conversation up to the last message that is learnt.
-
-        Raises:
-            ValueError: nothing of it is learnt, or the template cannot say where that is; names the remedy.
-        """
+        """Encodes a conversation up to the last message that is learnt."""
         learnt = learnt_messages(messages, self.config)
         count = len(learnt) - learnt[::-1].index(True) if True in learnt else 0
         if not count:
@@ -372,11 +364,7 @@ class ConversationFormat:
 
 
 def learnt_messages(messages: Sequence[Message], config: SFTDataConfig) -> list[bool]:
-    """Decides which messages are learnt: by role, by turn, and by their `weight`, 0 or 1 (OpenAI's fine-tuning format).
-
-    Raises:
-        ValueError: another weight.
-    """
+    """Decides which messages are learnt: by role, by turn, and by their `weight`, 0 or 1 (OpenAI's format)."""
     for message in messages:
         if message.get("weight", 1) not in (0, 1):
             raise ValueError(f"a message has weight {message['weight']!r}: it must be 1 (learnt) or 0 (only read).")
@@ -391,9 +379,6 @@ def sample_of(parts: Iterable[Part]) -> Sample:
     """Joins `parts` into a prompt, up to the first token that is learnt, and the response from there to the last.
 
     The very first token of a text is never learnt, as nothing predicts it.
-
-    Raises:
-        ValueError: nothing is learnt.
     """
     parts = [part for part in parts if part.ids]
     ids = [token for part in parts for token in part.ids]

@@ -58,11 +58,7 @@ def build_tool(entry: Mapping[str, Any], where: str) -> BaseTool:
 
 
 def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each entry of the list under the one top `key` of a yaml file, after its place in words.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, no yaml, no list of mappings there, or one with other keys.
-    """
+    """Yields each entry of the list under the one top `key` of a yaml file, after its place in words."""
     file = find_path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{path}: there is no file {file.absolute()}.")
@@ -122,11 +118,7 @@ class McpTool(BaseTool):
 
 
 def mcp_tools(entry: Mapping[str, Any], where: str) -> Iterator[McpTool]:
-    """Yields the tools of MCP servers that a yaml entry, found at `where`, stands for.
-
-    Raises:
-        ValueError: a key, the class, the file of servers or a tool cannot be used, or a server does not answer.
-    """
+    """Yields the tools of MCP servers that a yaml entry, found at `where`, stands for."""
     settings = entry.get("mcp") or {}
     if not isinstance(settings, dict) or not settings.get("mcp_servers_config_path") or settings.keys() - MCP_KEYS:
         raise ValueError(

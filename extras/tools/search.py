@@ -51,9 +51,6 @@ class Search(BaseTool):
     `config.corpus` names a .jsonl, .json or .parquet file with a row for each document: its text in the column
     `config.text_key` (text), and, if there is one, its title in `config.title_key` (title). `config.top_k` (3) of them
     are shown.
-
-    Raises:
-        ValueError: no corpus, or a document without a text.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None = None) -> None:

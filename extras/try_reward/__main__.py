@@ -103,11 +103,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_reward(path: str | None, name: str | None, config: ScoringConfig) -> FunctionReward:
-    """Loads the function of a file, as training does; without a path, the rules of public data sets.
-
-    Raises:
-        ValueError, AttributeError, FileNotFoundError, RuntimeError: there is none; says why.
-    """
+    """Loads the function of a file, as training does; without a path, the rules of public data sets."""
     if path is None:
         return find("reward", "rules")(config, RewardRun(None, None))
     if name is None:
@@ -117,11 +113,7 @@ def load_reward(path: str | None, name: str | None, config: ScoringConfig) -> Fu
 
 
 def read_views(data: str, needs_response: bool) -> list[Row]:
-    """Reads the rows of a file with the columns of a `reward_view`; one for each response, if a row has a list of them.
-
-    Raises:
-        ValueError, FileNotFoundError: they cannot be read, or one has no response; names it.
-    """
+    """Reads the rows of a file with the columns of a `reward_view`; one for each response of a list of them."""
     rows, responses = [], []
     for origin, row in read_rows(data):
         row = with_labels(row, origin)

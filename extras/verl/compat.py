@@ -26,6 +26,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from configs import schema
@@ -82,6 +83,23 @@ def deserialize_single_tensor(state: tuple[str, tuple[int, ...], np.ndarray]) ->
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
     tensor.view(-1).view(torch.uint8).numpy()[:] = data  # copied, as it may be read-only
     return tensor
+
+
+def reorder(self: DataProto, indices: Sequence[int] | Tensor) -> None:
+    """Puts the rows into the order `indices`, in place."""
+    ordered = self.select_idxs(indices)
+    self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+
+def make_iterator(
+    self: DataProto, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None,
+) -> Iterator[DataProto]:  # fmt: skip
+    """Cuts mini-batches, `epochs` times; `dataloader_kwargs={"shuffle": True}` shuffles, `seed` fixes the order."""
+    rows, options = range(len(self)), dataloader_kwargs or {}
+    assert len(rows) % mini_batch_size == 0, f"{len(rows)} rows do not divide into batches of {mini_batch_size}"
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader = DataLoader(rows, mini_batch_size, generator=generator, collate_fn=self.select_idxs, **options)
+    return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
 
 def sample_level_repeat(self: DataProto, repeat_times: Sequence[int] | Tensor) -> DataProto:
@@ -155,8 +173,8 @@ def print_size(self: DataProto, prefix: str = "") -> None:
     print(f"{prefix}Size of tensordict: {sizes[0]} GB, size of non_tensor_batch: {sizes[1]} GB")
 
 
-for method in (sample_level_repeat, unfold_column_chunks, padding, is_padding_enabled, to_tensordict, get_data_info,
-               print_size, classmethod(from_tensordict)):  # fmt: skip
+for method in (reorder, make_iterator, sample_level_repeat, unfold_column_chunks, padding, is_padding_enabled,
+               to_tensordict, get_data_info, print_size, classmethod(from_tensordict)):  # fmt: skip
     setattr(DataProto, method.__name__, method)
 
 
@@ -368,9 +386,6 @@ class Tracking:
     Args:
         default_backend: of console, tensorboard (in tensorboard_log/), wandb, mlflow, trackio, swanlab.
         config: of the run, which services show.
-
-    Raises:
-        ValueError: there is no such backend.
     """
 
     def __init__(

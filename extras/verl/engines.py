@@ -35,11 +35,7 @@ class WholeBatches:
     @staticmethod
     def answer(engine: Rollout, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Returns `prompts` with the columns of a rollout. The engine is given input_ids, attention_mask and
-        position_ids [B, P] as well, and in meta_info how to sample.
-
-        Raises:
-            ValueError: it returned anything but a row for each prompt, or too little to know what was sampled.
-        """
+        position_ids [B, P] as well, and in meta_info how to sample."""
         samples = [Sample(list(ids)) for ids in prompts.raw_prompt_ids]
         batch = collate(samples, engine.config.prompt_length, 0, engine.pad_token_id)
         padded = {name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}

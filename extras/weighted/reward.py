@@ -97,11 +97,7 @@ class WeightedReward:
 
 def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Part]:
     """Loads the functions of reward.functions, each under its name in the log; with its file's, where the name is
-    another's, the score's or a column's.
-
-    Raises:
-        ConfigError: an entry cannot be loaded, is of a whole DataProto, or would be logged as another is; names it.
-    """
+    another's, the score's or a column's."""
     names = Counter([*(entry.name for entry in config.functions), *RUN_COLUMNS, *TAKEN])
     parts: list[Part] = []
     for index, entry in enumerate(config.functions):

@@ -167,11 +167,7 @@ class User(Protocol):
 
 
 class ToolEpisodes:
-    """Makes an episode of each row; what tools and simulated users hold is shared by all.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError: as `load_tools`, `load_users` and `get_tool_parser`.
-    """
+    """Makes an episode of each row; what tools and simulated users hold is shared by all."""
 
     def __init__(self, settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.settings = settings

@@ -3,7 +3,6 @@ out is what one process has."""
 
 import io
 import shutil
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -69,14 +68,6 @@ from workers.parallel import Replicas
 CPU = torch.device("cpu")
 CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__
 MESHES = {"sharded": (-1, 1), "replicated": (1, 1), "two replicas": (2, 1), "split": (-1, 4), "split shards": (-1, 2)}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Four, for replicas of shards; a run of two is in tests/test_ray_group.py."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.pool.shutdown()
 
 
 @pytest.fixture(scope="module")

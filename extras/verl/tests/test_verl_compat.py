@@ -42,6 +42,7 @@ from extras.verl.compat import (
 )
 from extras.verl.imports import StandIns, names_of_verl
 from tests.batches import aggregate, close
+from tests.test_protocol import CustomProto, few, make, rows
 from training.core_algos import get_policy_loss_fn
 from training.reward import load_reward_manager
 from workers.scoring_model import logprobs_and_entropy_from_logits
@@ -303,3 +304,24 @@ def test_verls_schema_classes_are_read_by_attribute_and_by_key():
 def test_a_tensor_comes_back_as_it_was(dtype: torch.dtype):
     tensor = torch.arange(6).reshape(2, 3).to(dtype)[:, 1:]
     assert torch.equal(deserialize_single_tensor(serialize_single_tensor(tensor)), tensor)
+
+
+@few
+@given(st.permutations(range(6)))
+def test_reorder_is_in_place(order):
+    data = make(6)
+    assert data.reorder(torch.tensor(order)) is None
+    assert rows(data) == [rows(make(6))[i] for i in order]
+
+
+@few
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_every_epoch_visits_every_row_once(size, count, epochs, shuffle):
+    data = make(size * count, CustomProto, name="abc")
+    batches = list(data.make_iterator(size, epochs, seed=1, dataloader_kwargs={"shuffle": shuffle}))
+    assert [len(batch) for batch in batches] == [size] * count * epochs
+    assert all(batch.meta_info is data.meta_info and type(batch) is CustomProto for batch in batches)
+    for epoch in range(epochs):
+        visited = [row for batch in batches[epoch * count : (epoch + 1) * count] for row in rows(batch)]
+        assert sorted(visited) == sorted(rows(data))
+        assert shuffle or visited == rows(data)
