@@ -166,7 +166,7 @@ def padded_parts(lengths: Sequence[int], max_token_len: int) -> list[list[int]]:
     return parts
 
 
-def filled(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+def fill_groups(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
     """Groups neighbours as they come, of sizes that add up to `most` at most; a larger one alone."""
     group: list[Item] = []
     total = 0

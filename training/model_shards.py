@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from data.seqlen_balancing import filled
+from data.seqlen_balancing import fill_groups
 from training.checkpoint import FILE_ERRORS, unreadable
 
 MODEL, MOMENTS = "model", "optim"  # folders
@@ -133,7 +133,7 @@ def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> Non
     try:
         folder.mkdir(parents=True, exist_ok=True)
         in_main_memory = ((name, weight.detach().cpu().contiguous()) for name, weight in weights)
-        parts = filled(in_main_memory, lambda item: item[1].nbytes, PRETRAINED_BYTES)
+        parts = fill_groups(in_main_memory, lambda item: item[1].nbytes, PRETRAINED_BYTES)
         for count, part in enumerate(map(dict, parts), start=1):
             save_tensors(part, folder / part_name(count))
             part_numbers |= dict.fromkeys(part, count)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from configs.errors import ConfigError
 from configs.extras import absence, find, has
 from configs.schema import Config, OptimConfig
-from data.seqlen_balancing import filled
+from data.seqlen_balancing import fill_groups
 from workers.collectives import group_size
 
 BUCKET = 64 << 20  # numbers that are summed at once
@@ -106,7 +106,7 @@ class Replicas:
         for weight in trained:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         for _, alike in groupby([weight.grad for weight in trained], key=lambda gradient: gradient.dtype):
-            for bucket in filled(alike, Tensor.numel, BUCKET):
+            for bucket in fill_groups(alike, Tensor.numel, BUCKET):
                 flat = torch.cat([gradient.flatten() for gradient in bucket])
                 dist.all_reduce(flat)
                 for gradient, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.errors import ConfigError
-from data.seqlen_balancing import filled
+from data.seqlen_balancing import fill_groups
 from extras.http.http import Json, RequestRefused, ServerError, api_root, ask_once
 from extras.openai.settings import KEY, OpenAISettings
 from workers.agents.user_code import in_thread
@@ -60,7 +60,7 @@ def check_weight_transfer(settings: OpenAISettings, gpus: int) -> None:
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Groups neighbouring weights by buckets."""
     detached = ((name, tensor.detach()) for name, tensor in weights)
-    return filled(detached, lambda item: item[1].nbytes, BUCKET_BYTES)
+    return fill_groups(detached, lambda item: item[1].nbytes, BUCKET_BYTES)
 
 
 class WeightTransfer(ABC):
