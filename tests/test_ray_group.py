@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
@@ -363,6 +364,22 @@ def test_only_the_cluster_that_is_named_is_joined(variable, written, message, tm
         assert not joins_cluster() and not ray.is_initialized()
     else:
         with pytest.raises(ConfigError, match=message):
+            joins_cluster()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 505 no", b""])
+def test_a_server_that_is_no_ray_is_named_before_ray_waits_for_it(answer: bytes, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+
+        def serve() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(100)
+                connection.sendall(answer)
+
+        pool.submit(serve)
+        with pytest.raises(ConfigError, match=f"no Ray cluster answers at 127.0.0.1:{port} .*another kind"):
             joins_cluster()
 
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from configs.errors import notice
 
 TIMEOUT = 600  # seconds
+CONNECT_SECONDS = 5
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # a frame of HTTP/2: length, kind, flags, stream
 
 
 def open_store(host: str, size: int) -> dist.TCPStore:
@@ -29,6 +31,14 @@ def open_store(host: str, size: int) -> dist.TCPStore:
 def connect(host: str, port: int, size: int) -> dist.TCPStore:
     """Connects to the store that another rank has opened."""
     return dist.TCPStore(host, port, size, is_master=False)
+
+
+def check_speaks_http2(host: str, port: int) -> None:
+    """Raises OSError unless a server that speaks HTTP/2 answers there, as Ray's does."""
+    with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
+        if connection.recv(len(SETTINGS))[3:4] != SETTINGS[3:4]:
+            raise OSError("another kind of server is there")
 
 
 def join_group(store: dist.TCPStore, rank: int, size: int, timeout: int = TIMEOUT) -> None:

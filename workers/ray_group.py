@@ -6,7 +6,6 @@ The interface that they share with a worker in this process is workers/group.py.
 import json
 import os
 import re
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from configs.schema import Config, ModelConfig, RunConfig
 from data.files import locked
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError
-from workers.collectives import TIMEOUT, connect, join_group, open_store
+from workers.collectives import TIMEOUT, check_speaks_http2, connect, join_group, open_store
 from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, stacks
 from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
@@ -46,7 +45,6 @@ from workers.rollout import load_rollout_class
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60  # for others to free what is asked for; between two lines about it
 KINDS = "CPU", "GPU"  # of what Ray reserves
-CONNECT_SECONDS = 10
 CLOSE_SECONDS = 5  # in which workers close what they hold; then they are killed
 DEATH_SECONDS = 3  # in which Ray notices that a process is gone
 WAITED = "Timed out waiting"  # gloo's words
@@ -432,7 +430,7 @@ def joins_cluster() -> bool:
     host, _, port = address.rpartition(":")
     try:
         if port.isdecimal() and "/" not in host:  # for a wrong one Ray takes minutes
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+            check_speaks_http2(host.strip("[]"), int(port))
         with children_apart():
             ray.init(address=address)
     except (OSError, ValueError, RuntimeError) as error:
