@@ -86,7 +86,7 @@ def sweep(arguments: Arguments, compose: Compose, start: Callable[[Any], None]) 
         child, signals = restarts.start_child()
         if child == 0:
             words = ["--config-path", str(arguments.config_dir), "--config-name", arguments.config_name]
-            sys.argv[1:] = sys.orig_argv[1 - len(sys.argv) :] = words + run.arguments.overrides  # of this run alone
+            sys.orig_argv[1 - len(sys.argv) :] = sys.argv[1:] = words + run.arguments.overrides  # of this run alone
             with ExitStack() as stack:
                 stack.push(partial(send_reason, writer))
                 with refusals():
