@@ -134,18 +134,15 @@ def view_of_rows(rows: Sequence[Row], responses: Sequence[str], validate: bool =
     columns["data_source"] = [row.get("data_source") or "unknown" for row in rows]
     prompts = [None if row.get("prompt") is None else parse_prompt(row["prompt"]) for row in rows]
     columns["raw_prompt"] = [row.get("raw_prompt") or prompt for row, prompt in zip(rows, prompts, strict=True)]
-    if all(row.get("rows") for row in rows):  # samples of a run
-        columns["response_ids"] = [policy_ids(row["rows"]) for row in rows]
+    if all(row.get("rows") for row in rows):  # samples of a run (extras/report/transcripts.py)
+        columns["response_ids"] = [
+            [id for part in row["rows"] for id in compress(part["token_ids"], part["policy_mask"])] for row in rows
+        ]
     texts = [
         "\n".join(prompt_text([message]) for message in prompt) if isinstance(prompt, list) else prompt or ""
         for prompt in prompts
     ]
     return with_texts(DataProto.from_single_dict(columns, {"validate": validate}), texts, list(responses))
-
-
-def policy_ids(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Lists the tokens of the policy in the rows of a sample's record (extras/report/transcripts.py)."""
-    return [id for row in rows for id in compress(row["token_ids"], row["policy_mask"])]
 
 
 def with_texts(batch: DataProto, prompts: list[str], responses: list[str]) -> DataProto:

@@ -81,16 +81,13 @@ class ProcessEnv:
         with self._process.lock:
             self._process.start()
             if self._life != self._process.life:  # another episode took the process down
-                self._play_anew()
+                if not self.environment.repeatable:
+                    raise RuntimeError(f"{self.env_id} is not repeatable, and its process is lost: {self._process.end}")
+                self._process.call(self._number, self._story)
+                self._life = self._process.life
             moved, self._state = self._process.call(self._number, (("act", (action,)),), self._story)
         self._story = (*self._story, ("act", (action,)))
         return moved
-
-    def _play_anew(self) -> None:
-        if not self.environment.repeatable:
-            raise RuntimeError(f"{self.env_id} is not repeatable, and its process is lost: {self._process.end}")
-        self._process.call(self._number, self._story)
-        self._life = self._process.life
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """As `TextEnv.step`."""

@@ -107,7 +107,9 @@ class RowCache(Cache):
         answered, new_places = np.unique(np.array(source), return_inverse=True)
         new_lengths = np.array(lengths)[answered]
         width = int(new_lengths.max())
-        places = self._places_for(len(answered), width)
+        if len(answered) > len(self._unanswered) or width > self.prompt_width:
+            self._resize_prompts(len(answered), width)
+        places = self._unanswered[: len(answered)]
         taken, given = on_device(answered, self.device), on_device(places, self.device)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
             layer.put_prompts(given, prompts.keys[taken, :, -width:], prompts.values[taken, :, -width:])
@@ -230,12 +232,6 @@ class RowCache(Cache):
         self._members = on_device(members.reshape(len(self.lengths), most), self.device)
         self._slots, self._row_lengths = on_device(slots, self.device), on_device(lengths, self.device)
         self.positions = on_device((lengths + self.end - starts)[:, None], self.device)
-
-    def _places_for(self, prompts: int, width: int) -> np.ndarray:
-        """Returns the places of so many new prompts of this width, and makes room for them: [prompts]."""
-        if prompts > len(self._unanswered) or width > self.prompt_width:
-            self._resize_prompts(prompts, width)
-        return self._unanswered[:prompts]
 
     def _resize_prompts(self, more: int, width: int) -> None:
         """Room for the prompts that are answered, and for `more` of this width; other prompts are forgotten.

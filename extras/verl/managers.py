@@ -13,7 +13,7 @@ reward.reward_manager.path names. It may be a subclass of the classes below; the
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -171,12 +171,10 @@ class UsersManager:
             calls = [self.manager.run_single(data[row : row + 1]) for row in range(rows)]
             late = NotScored("timeout", f"run_single was not done after reward.timeout={seconds} seconds")
             results = run_all(calls, self.config.max_concurrent, seconds, late)
-        return [one if isinstance(one, NotScored) else columns_of(one) for one in results]
-
-
-def columns_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what run_single returned as the score and the columns of a row."""
-    return {**(result.get("reward_extra_info") or {}), "score": result["reward_score"]}
+        return [
+            one if isinstance(one, NotScored) else (one.get("reward_extra_info") or {}) | {"score": one["reward_score"]}
+            for one in results
+        ]
 
 
 def load(settings: RewardConfig, run: Any) -> UsersManager:

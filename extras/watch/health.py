@@ -107,7 +107,8 @@ class NoSignal:
 
     def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Counts a step, by its metrics and the batch that it learnt from."""
-        self.taught.append(0.0 if teaches_nothing(metrics) else share_that_teaches(batch))
+        teaches = ((batch.advantages != 0) & batch.response_mask.bool()).any(1)
+        self.taught.append(0.0 if teaches_nothing(metrics) else teaches.float().mean().item())
         silent = len(self.taught) == self.limit > 0 and sum(self.taught) <= STRAY * self.limit
         begins, self.is_silent = silent and not self.is_silent, silent
         self.times += begins
@@ -117,11 +118,6 @@ class NoSignal:
             logger.warning("%d steps in a row taught nothing%s (trainer.no_signal_steps): %s", self.limit, again, cause)
             shown = spread(EpisodeRows(batch).scores().tolist(), SHOWN)
             print_samples("of a step that taught nothing", batch, self.tokenizer, shown)
-
-
-def share_that_teaches(batch: DataProto) -> float:
-    """Computes the share of rows with an advantage other than 0 on a token of the policy."""
-    return ((batch.advantages != 0) & batch.response_mask.bool()).any(1).float().mean().item()
 
 
 def teaches_nothing(metrics: Mapping[str, float]) -> bool:
