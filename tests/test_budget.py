@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_480,
+    "core lines": 18_110,
     "core files": 81,
-    "product lines": 36_810,
+    "product lines": 36_520,
     "scripts and benchmarks": 2_720,
     "names in training/": 18,
     "names in workers/": 23,
