@@ -43,6 +43,7 @@ TABLE: dict[str, dict[str, str]] = {
         "class": "workers.agents.user_code:UsersEpisode",
         "agent_loop": "extras.verl.users_loop:LoopEpisode",
         "tools_beside": "extras.tools.factory:ToolsBeside",  # an environment's episode
+        "program": "extras.sessions.play:ProgramEpisode",
     },
     "environment": {
         "spaces": "extras.gym.space_text:SpaceText",
@@ -77,6 +78,7 @@ TABLE: dict[str, dict[str, str]] = {
         "interactions": "extras.interactions.base:Users",
         "factory": "extras.tools.factory:Factory",
         "agents": "extras.verl.agents:load_agents",
+        "program": "extras.sessions.play:load_program",
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
     },
@@ -108,6 +110,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("rules", "sandbox"),
     ("scorers", "processes"),
     ("server", "standalone"),
+    ("sessions", "server"),
     ("sglang", "openai"),
     ("sweep", "restarts"),
     ("verl", "sandbox"),
@@ -127,6 +130,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "reward_model": ("reward.reward_model",),
     "rules": ("reward.sandbox_fusion",),
     "sandbox": ("reward.sandbox",),
+    "sessions": ("rollout.agent.program",),
     "sharding": (
         *("actor.tensor_parallel_size", "fsdp_config.fsdp_size", "fsdp_config.reshard_after_forward"),
         *("fsdp_config.mixed_precision", "fsdp_config.param_offload", "fsdp_config.optimizer_offload"),

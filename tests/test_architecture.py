@@ -88,6 +88,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "extras/verl/__main__.py": "a script for verl reads the variables of whoever starts it, and sets others",
         "workers/vllm_setup.py": "vLLM takes settings from it, and its changes are put back",
         "workers/vllm_rollout_spmd.py": "sets what vLLM finds when it starts",
+        "extras/sessions/host.py": "hands the environment on to programs",
         "workers/models.py": "CUDA_VISIBLE_DEVICES may hide the GPU on purpose",
         "workers/ray_group.py": "hands the environment on to worker processes",
     },

@@ -22,7 +22,7 @@ from training.reward import RewardManager, load_reward_manager, reward_name
 STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive
 AGENT_KEY = "actor_rollout_ref.rollout.agent"
 AGENT_COLUMN = "agent_name"  # verl's: what begins with a row
-SINGLE_TURN, TOOL_AGENT, ENVIRONMENT = "single_turn_agent", "tool_agent", "environment"
+SINGLE_TURN, TOOL_AGENT, ENVIRONMENT, PROGRAM = "single_turn_agent", "tool_agent", "environment", "program"
 
 
 @runtime_checkable
@@ -194,13 +194,15 @@ class Agent:
 
 
 def load_agents(config: AgentConfig) -> dict[str, Agent]:
-    """Loads the user's agents by name: those that an extra knows, and default_agent_loop as file.py:Class."""
+    """Loads the user's agents by name: an extra's, default_agent_loop as file.py:Class, and agent.program."""
     agents = find("source", "agents")(config) if has("source", "agents") else {}
     default = config.default_agent_loop
     if default is not None and default not in agents:
         if "." not in default and ":" not in default:
             raise ConfigError(f"{AGENT_KEY}.default_agent_loop={default}: {known_names(agents)}")
         agents[default] = Agent(default, load_named(default, f"{AGENT_KEY}.default_agent_loop"))
+    if config.get(PROGRAM):
+        agents[PROGRAM] = find("source", PROGRAM)(config)
     return agents
 
 
@@ -223,6 +225,7 @@ def assign_agents(prompts: DataProto, config: Config) -> DataProto:
     """Says of each row what it begins: an episode of the environment, a conversation, or a single answer."""
     rollout = config.actor_rollout_ref.rollout
     agent = rollout.agent.default_agent_loop or (TOOL_AGENT if rollout.multi_turn.enable else SINGLE_TURN)
+    agent = PROGRAM if rollout.agent.get(PROGRAM) else agent
     if config.env.id is not None:
         agent = ENVIRONMENT if config.env.mode == "episode" else SINGLE_TURN
     return prompts if agent == SINGLE_TURN else begin_episodes(prompts, agent)

@@ -178,8 +178,16 @@ def check_failures(batch: DataProto, limit: float) -> None:
         return
     raise RuntimeError(
         f"{failed}, more than env.max_failed_fraction={limit:g} allows. {example}. Mend what raises or hangs there, "
-        f"or raise {'env.timeout' if 'reset_seed' in batch else 'actor_rollout_ref.rollout.multi_turn.tool_timeout'}."
+        f"or raise {deadline_of(ends)}."
     )
+
+
+def deadline_of(ends: DataProto) -> str:
+    """Names the setting that gives the other side of these episodes its time."""
+    if "reset_seed" in ends:
+        return "env.timeout"
+    kind = "agent.program_timeout" if "program" in ends.get("agent_name", []) else "multi_turn.tool_timeout"
+    return f"actor_rollout_ref.rollout.{kind}"
 
 
 def valid_episodes(batch: DataProto) -> DataProto:

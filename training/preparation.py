@@ -43,6 +43,7 @@ from training.checkpoint import checkpoint_to_resume
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS
 from training.environment import (
     AGENT_COLUMN,
+    PROGRAM,
     SINGLE_TURN,
     TOOL_AGENT,
     EnvSetup,
@@ -123,9 +124,10 @@ def prepare(config: Config) -> Parts:
     val_loader = build_val_loader(config, data, tokenizer, environment)
     if val_loader and (environment or config.data.train_files):
         report_overlap(prompts_read(train_loader.dataset), prompts_read(val_loader.dataset), tokenizer)
+    scores_itself = config.actor_rollout_ref.rollout.agent.get(PROGRAM) and config.reward.source() is None
     for loader in filter(None, (train_loader, val_loader)):
         positions = rows_looked_at(loader)
-        if isinstance(reward, ChecksRows):
+        if isinstance(reward, ChecksRows) and not scores_itself:
             reward.check({position: loader.row(position) for position in positions})
         check_rows(config.actor_rollout_ref.rollout, loader, positions)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs

@@ -10,7 +10,7 @@ import json
 import reprlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -44,6 +44,7 @@ from extras.server.bodies import (
     ScoredToken,
     TokenText,
     error_body,
+    read_piece,
     with_text,
 )
 from workers.engine_pump import AsyncEngine, EngineError
@@ -167,7 +168,7 @@ async def read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes:
 
 def build_app(served: Served) -> FastAPI:
     """Returns the API as an ASGI application."""
-    app = FastAPI(title="nano-verl", docs_url=None, redoc_url=None, openapi_url=None)
+    app = bare_app()
     app.add_middleware(Gate, served=served)
 
     @app.get("/health")
@@ -176,12 +177,12 @@ def build_app(served: Served) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Json:
-        return {"object": "list", "data": [model_card(served)]}
+        return {"object": "list", "data": [model_card(served.name, served.context)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
         check_model(served, name)
-        return model_card(served)
+        return model_card(served.name, served.context)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -193,6 +194,12 @@ def build_app(served: Served) -> FastAPI:
         check_model(served, body.model)
         return await answer(served, body, [chat_prompt(body)], request)
 
+    return app
+
+
+def bare_app() -> FastAPI:
+    """Returns an application without routes, which refuses in OpenAI's form of errors."""
+    app = FastAPI(title="nano-verl", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(StarletteHTTPException, refuse)
     return app
@@ -217,9 +224,8 @@ def check_model(served: Served, name: str) -> None:
         raise HTTPException(404, f"there is no model {name!r} here; the one that is served is {served.name!r}")
 
 
-def model_card(served: Served) -> Json:
-    card = {"id": served.name, "object": "model", "created": 0, "owned_by": "nano-verl"}
-    return {**card, "max_model_len": served.context}
+def model_card(name: str, context: int) -> Json:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "nano-verl", "max_model_len": context}
 
 
 def completion_prompts(body: CompletionBody) -> Sequence[str | list[int]]:
@@ -279,7 +285,6 @@ def check_engine(served: Served, body: CompletionBody | ChatBody) -> None:
     stops = {stop for stop in engine.stop_ids if stop < served.vocab_size}
     if body.ignore_eos and not stops.issubset(body.stop_token_ids or ()):
         raise HTTPException(400, f"ignore_eos: responses of this server stop at {sorted(stops)}: add stop_token_ids")
-
     if body.echo and body.wants_log_probs and (engine.module is None or engine.own_weights or engine.elsewhere):
         raise HTTPException(400, f"echo: {type(engine).__name__} has no log-probs of prompts: leave logprobs out")
 
@@ -319,12 +324,18 @@ async def answer(
     form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]), served.parser)
     if body.stream:
         return StreamingResponse(events(form, choices), media_type="text/event-stream")
-    working = asyncio.ensure_future(echo(served, form, asked, choices) if body.echo else gather_parts(choices))
+    work = echo(served, form, asked, choices) if body.echo else gather_parts(choices)
+    return JSONResponse(form.whole(await while_awaited(request, work)))
+
+
+async def while_awaited(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of `work`, which is cancelled when the client leaves; raises HTTPException for its errors."""
+    working = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([working], timeout=LOOK_SECONDS))[0]:
             if await request.is_disconnected():
-                return Response(status_code=CLIENT_GONE)
-        return JSONResponse(form.whole(working.result()))
+                raise HTTPException(CLIENT_GONE, "the client has left")
+        return working.result()
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
     except EngineError as error:
@@ -346,16 +357,7 @@ async def parts(
         async for piece in pieces:
             if piece.finish_reason == "aborted":
                 raise EngineError("the engine gave the request up")
-            part = Part(finish_reason=piece.finish_reason)
-            for token_id, log_prob in zip(piece.token_ids, piece.log_probs, strict=True):
-                part += Part(text.push(token_id), [token_id], [log_prob], part.finish_reason)
-                if text.stopped:
-                    break
-            if piece.finish_reason is not None:
-                part.text += text.finish()
-            if text.stopped:
-                part.finish_reason = "stop"
-            yield part
+            yield read_piece(text, piece)
             if text.stopped:
                 return
 

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat import encode_prompt, render
 from data.tool_parsers import ParsedAnswer, ToolParser
-from data.types import SamplingParams
+from data.types import Completion, SamplingParams
+from workers.engine_pump import Piece
 from workers.rollout import COLDEST
 
 MOST_BYTES = 2 << 20  # of a body
@@ -398,3 +399,17 @@ class TokenText:
 def count_held_back(text: str, stops: Sequence[str]) -> int:
     """Counts the characters at the end of `text` that may begin one of the stop strings."""
     return max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+
+
+def read_piece(text: TokenText, piece: Piece | Completion) -> Part:
+    """Returns new tokens with their text, up to the first stop string."""
+    part = Part(finish_reason=piece.finish_reason)
+    for token_id, log_prob in zip(piece.token_ids, piece.log_probs, strict=True):
+        part += Part(text.push(token_id), [token_id], [log_prob], part.finish_reason)
+        if text.stopped:
+            break
+    if piece.finish_reason is not None:
+        part.text += text.finish()
+    if text.stopped:
+        part.finish_reason = "stop"
+    return part

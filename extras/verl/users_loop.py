@@ -33,6 +33,7 @@ WITHOUT_EFFECT = {
     "frequency_penalty": (0,), "min_tokens": (0,), "n": (1,), "stop": (None, [], ()), "seed": (None,),
     "ignore_eos": (False,), "skip_special_tokens": None, "detokenize": None, "include_stop_str_in_output": None,
 }  # fmt: skip
+TOLERANCE = 1e-3  # between a token's log-prob as the engine gave it, and as an agent loop returns it
 OF_EPISODES = {"turn_scores", "tool_rewards", "tool_call_counts", "tool_failures", "invalid_actions", "success"}
 
 
@@ -228,7 +229,8 @@ class LoopEpisode(UsersEpisode):
         samples, width = [], self.config.actor_rollout_ref.rollout.prompt_length
         taken = (self.row.keys() | RUN_COLUMNS) - OF_EPISODES
         for output in outputs:
-            sample, reason = sample_of(output, [*server.answers.values()], limits, width)
+            trusted = self.config.actor_rollout_ref.rollout.agent.trust_logprobs
+            sample, reason = sample_of(output, [*server.answers.values()], limits, width, trusted)
             passed_on = {name for name, it in output.extra_fields.items() if name in self.row and self.row[name] is it}
             extra = {name: it for name, it in output.extra_fields.items() if name not in passed_on}
             score = output.reward_score if output is outputs[-1] else output.reward_score or 0.0
@@ -267,9 +269,15 @@ def sampling_of(requested: Mapping[str, Any], base: SamplingParams) -> SamplingP
 
 
 def sample_of(
-    output: AgentLoopOutput, answers: Sequence[tuple[list[int], Completion]], limits: Limits, width: int
+    output: AgentLoopOutput,
+    answers: Sequence[tuple[list[int], Completion]],
+    limits: Limits,
+    width: int,
+    trusted: bool = True,
 ) -> tuple[Sample, str]:
     """Makes what an agent loop returned a row, cut to `limits.response` tokens; also returns how it ended.
+
+    Its response_logprobs are taken where they are `trusted`, and must else be those of the tokens that were sampled.
 
     Raises:
         ValueError: uneven lists, a prompt longer than `width`, or tokens marked as the policy's that it did not sample.
@@ -292,13 +300,16 @@ def sample_of(
                 log_probs[at], versions[at] = done.log_probs[at - start], done.weight_version
         turns[start:] = [turn] * (len(ids) - start)
         reason = END_REASON_OF[done.finish_reason] if start + length == len(ids) else "terminated"
-    if given is not None:
+    if given is not None and trusted:
         log_probs = [float(value) if policys else 0.0 for value, policys in zip(given, mask, strict=False)]
     if strangers := log_probs.count(None):
         raise ValueError(
             f"response_mask is 1 of {strangers} tokens that the policy did not sample: return its token_ids as "
-            "they came, a mask of 0, or response_logprobs."
+            f"they came, a mask of 0{', or response_logprobs' if trusted else ''}."
         )
+    own = zip(given or (), log_probs, mask, strict=False)
+    if not trusted and not all(abs(told - drawn) <= TOLERANCE for told, drawn, policys in own if policys):
+        raise ValueError("response_logprobs are not the engine's, which agent.trust_logprobs=false asks for.")
     rewards = [0.0] * len(ids)
     return Sample(prompt, ids, mask, log_probs, versions, rewards, turns), "max_tokens" if is_cut else reason
 

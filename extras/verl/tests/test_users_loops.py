@@ -1,6 +1,7 @@
 """Agent loops and episodes of the user's: what they return becomes rows like those of our own episodes."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -274,6 +275,18 @@ def test_rows_of_what_was_sampled_are_found_wherever_they_stand():
     assert sample_of(given, answers, Limits(5, 5), 2)[0].log_probs == [-1.0, -2.0]
     with pytest.raises(ValueError, match=r"max_prompt_length is 1"):
         sample_of(given, answers, Limits(5, 5), 1)
+
+
+@pytest.mark.parametrize(("told", "words"), [
+    ([-0.5, -0.2504], None), ([-0.5, -0.26], "are not the engine's"), ([-0.5, float("nan")], "are not the engine's"),
+    ([-0.5, -0.25, -3.0], "of 1 tokens that the policy did not sample"),
+])  # fmt: skip
+def test_log_probs_that_are_not_trusted_must_be_those_of_what_the_engine_drew(told, words):
+    answers = [([1, 2], Completion(0, [5, 6], [-0.5, -0.25], "stop", 3))]
+    returned = output([1, 2], [5, 6, 9][: len(told)], response_logprobs=told)
+    assert sample_of(returned, answers, Limits(5, 5), 2)[0].log_probs == pytest.approx(told, nan_ok=True)
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        assert sample_of(returned, answers, Limits(5, 5), 2, trusted=False)[0].log_probs == [-0.5, -0.25]
 
 
 def test_settings_of_a_request_are_those_of_the_run_but_for_what_is_asked():

@@ -1,0 +1,177 @@
+"""Serves the sessions of this process, and runs programs that end with it.
+
+One server in a thread, at a free port of 127.0.0.1, has a session for each episode under way: /s/ID/v1 is its base_url.
+The ID cannot be guessed, and is the key. A process beside it kills what programs have started when this one dies.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Annotated, Any
+
+import numpy as np
+import uvicorn
+from fastapi import Body, FastAPI, HTTPException, Request, Response
+
+from data.concurrency import start_loop
+from data.types import check_reward
+from extras.server.app import bare_app, model_card
+from extras.server.bodies import ChatBody, Json
+from extras.sessions.session import Session
+
+KEPT = 1 << 16  # bytes of the end of what a program writes
+LOOK_SECONDS = 0.02  # between two looks whether a program has ended
+READ_SECONDS = 1  # for its last words then
+WARDEN = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+
+
+@cache
+def host_of(process: int) -> "Host":
+    """Returns the server of this process, which is `process`: a fork has its own."""
+    return Host()
+
+
+class Host:
+    """The server of a process, and the event loop in which it and programs are run."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.loop, _ = start_loop()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.address = "http://{}:{}".format(*listener.getsockname())
+        config = uvicorn.Config(build_app(self.sessions), log_config=None, log_level="error", lifespan="off", ws="none")
+        asyncio.run_coroutine_threadsafe(uvicorn.Server(config).serve([listener]), self.loop)
+        warden = subprocess.Popen([sys.executable, "-IS", "-c", WARDEN], stdin=subprocess.PIPE, start_new_session=True)
+        self.warden = warden.stdin
+
+    @contextmanager
+    def open(self, session: Session) -> Iterator[Json]:
+        """Serves a session until the end of the block; yields what a program is told of it."""
+        key = secrets.token_urlsafe(16)
+        self.sessions[key], base = session, f"{self.address}/s/{key}"
+        try:
+            yield {"base_url": f"{base}/v1", "api_key": key, "reward_url": f"{base}/reward"}
+        finally:
+            del self.sessions[key]
+            session.over.set_result(None)
+
+    def watch(self, sign: str, group: int) -> None:
+        with suppress(OSError):  # at the end of this process
+            self.warden.write(f"{sign}{group}\n".encode())
+            self.warden.flush()
+
+
+def build_app(sessions: dict[str, Session]) -> FastAPI:
+    """Returns the API of all sessions as an ASGI application."""
+    app = bare_app()
+
+    def session_of(key: str) -> Session:
+        if key not in sessions:
+            raise HTTPException(404, f"there is no session {key}: its episode is over, or never was")
+        return sessions[key]
+
+    @app.get("/s/{key}/v1/models")
+    async def models(key: str) -> Json:
+        session = session_of(key)
+        return {"object": "list", "data": [model_card("policy", session.speech.width + session.limits.response)]}
+
+    @app.post("/s/{key}/v1/chat/completions")
+    async def chat(key: str, body: ChatBody, request: Request) -> Response:
+        return await session_of(key).respond(body, request)
+
+    @app.post("/s/{key}/reward")
+    async def reward(key: str, reward: Annotated[float | None, Body(embed=True)]) -> Json:
+        session = session_of(key)
+        try:
+            check_reward(reward or 0.0)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        if session.reward.done():
+            raise HTTPException(400, "this session has its reward already")
+        session.reward.set_result(reward)
+        return {"reward": reward}
+
+    return app
+
+
+class Running:
+    """A program's process, in a group of its own, and the ends of what it wrote to stdout and stderr."""
+
+    def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
+        self.host, self.process, self.is_over, self.tasks = host, process, False, 0
+        self.output, self.errors = bytearray(), bytearray()
+        pipes = (process.stdout, self.output), (process.stderr, self.errors)
+        self.readers = [asyncio.ensure_future(keep_end(*pipe)) for pipe in pipes]
+        host.watch("+", process.pid)
+
+    @classmethod
+    async def start(cls, host: Host, words: list[str], task: Json) -> "Running":
+        """Starts a program, which finds the session of `task` by the variables of OpenAI's clients."""
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        environment = program_environment() | {"OPENAI_BASE_URL": task["base_url"], "OPENAI_API_KEY": task["api_key"]}
+        process = await asyncio.create_subprocess_exec(*words, **pipes, env=environment, start_new_session=True)
+        return cls(host, process)
+
+    async def wait(self) -> str:
+        """Waits for its end and returns its last line; raises RuntimeError if it failed."""
+        while (status := self.process.returncode) is None:  # wait() would wait for children that hold its pipes, too
+            await asyncio.sleep(LOOK_SECONDS)
+        self.end()
+        await asyncio.wait(self.readers, timeout=READ_SECONDS)
+        if status:
+            how = f"exit code {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
+            raise RuntimeError(f"it ended with {how}; its last lines: {last_lines(self.errors, 3) or 'none'}")
+        return last_lines(self.output, 1)
+
+    def tell(self, task: Json) -> None:
+        """Writes a task to its stdin, as a line."""
+        self.process.stdin.write(json.dumps(task, default=as_json).encode() + b"\n")
+
+    def end(self) -> None:
+        """Kills it, and all that it started and left in its group."""
+        if self.is_over:
+            return
+        self.is_over = True
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.host.watch("-", self.process.pid)
+
+
+def program_environment() -> dict[str, str]:
+    """Returns the variables of a program: `python` is that of this process, and no proxy stands before the server."""
+    local = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")))
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    return {**os.environ, "PATH": path, "NO_PROXY": local, "no_proxy": local}
+
+
+async def keep_end(pipe: asyncio.StreamReader, kept: bytearray) -> None:
+    """Reads all of a pipe, so that nobody waits for a full one, and keeps its end."""
+    while piece := await pipe.read(KEPT):
+        kept += piece
+        del kept[:-KEPT]
+
+
+def as_json(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def last_lines(kept: bytearray, count: int) -> str:
+    return "\n".join(kept.decode("utf-8", "replace").strip().splitlines()[-count:])[-1000:]

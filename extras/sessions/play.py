@@ -1,0 +1,180 @@
+"""Plays episodes by a program: a command, or a function, that asks the policy as a client of OpenAI's API.
+
+It is given its row and a base_url, and says its reward by a POST, its last line or its return value; if it says none,
+the run's reward scores the last row.
+"""
+
+import asyncio
+import os
+import shlex
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from weakref import finalize
+
+from configs.errors import ConfigError
+from configs.import_utils import bind, load_named
+from configs.schema import AgentConfig, Config
+from data.chat import ChatFormat, as_messages
+from data.tool_parsers import ToolParser, read_json
+from data.types import END_REASON_OF, Row, Sample, check_reward
+from extras.server.bodies import Json
+from extras.sessions.host import Host, Running, host_of, program_environment
+from extras.sessions.session import Session, Speech
+from extras.sessions.settings import FUNCTION
+from training.environment import AGENT_KEY, PROGRAM, Agent
+from training.episode_rows import BROUGHT
+from workers.agents.episode import EpisodeFailed, Limits, Policy, finish_samples, or_episode_error
+from workers.agents.user_code import UsersEpisode, contain, in_thread, slots, users_loop
+
+KEY = f"{AGENT_KEY}.program"
+
+
+class Program(Agent):
+    """The program of a run: `cls` is a function, or the words of a command. Its episodes are of the kind `program`."""
+
+    kind = "program"
+
+    def __post_init__(self) -> None:
+        self.blocks = False
+        self.speech: Speech | None = None  # of the first episode, and so of all
+        self.serving: Running | None = None
+        self.starting = asyncio.Lock()
+        self.started: list[Running] = []  # that serve, or have tasks from when they did
+        finalize(self, end_all, self.started)
+
+    async def play(self, host: Host, task: Json, session: Session) -> float | None:
+        """Plays an episode in the loop of `host`; returns the reward that it said, if any."""
+        if callable(self.cls):
+            return reward_in(await self._call({**task, "row": task}), session)
+        if self.settings["serves"]:
+            return await self._serve(host, task, session)
+        async with slots(KEY):  # each has a process
+            return reward_in(await self._run(host, task), session)
+
+    async def _call(self, offered: Json) -> Any:
+        call = bind(self.cls, offered, key=KEY)
+        if asyncio.iscoroutinefunction(self.cls):
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(contain(call()), users_loop()))
+        async with slots(KEY):  # each has a thread
+            return await in_thread(call)
+
+    async def _run(self, host: Host, task: Json) -> str:
+        running = await Running.start(host, self.cls, task)
+        try:
+            running.tell(task)
+            running.process.stdin.close()
+            return await running.wait()
+        finally:
+            running.end()
+
+    async def _serve(self, host: Host, task: Json, session: Session) -> float | None:
+        """Has the process that serves play an episode; where it takes too long, later ones get another process."""
+        async with self.starting:
+            if self.serving is None or self.serving.is_over:
+                self.serving = await Running.start(host, self.cls, task)
+                self.started.append(self.serving)
+        running = self.serving
+        ending = asyncio.ensure_future(running.wait())
+        running.tasks += 1
+        running.tell(task)
+        try:
+            await asyncio.wait([ending, session.reward], return_when=asyncio.FIRST_COMPLETED)
+            if session.reward.done():
+                return session.reward.result()
+            raise RuntimeError(f"it ended before it posted a reward; its last line: {ending.result() or 'none'}")
+        except asyncio.CancelledError:
+            self.serving = None if self.serving is running else self.serving
+            raise
+        finally:
+            ending.cancel()
+            running.tasks -= 1
+            if running is not self.serving and not running.tasks:
+                running.end()
+                self.started.remove(running)
+
+
+class ProgramEpisode(UsersEpisode):
+    """An episode that a program plays whole."""
+
+    def __init__(self, row: Row, agent: Program, config: Config, chat: ChatFormat) -> None:
+        super().__init__(row, agent, config, chat)
+        self.rollout = rollout = config.actor_rollout_ref.rollout
+        if agent.speech is None:
+            parser = ToolParser.get_tool_parser(rollout.multi_turn.format, chat.tokenizer)
+            template, encoder = dict(config.data.apply_chat_template_kwargs), ThreadPoolExecutor(1, "encoder")
+            agent.speech = Speech(chat.tokenizer, parser, template, rollout.prompt_length, encoder)
+
+    async def play(self, policy: Policy, chat: ChatFormat, limits: Limits) -> list[Sample]:
+        host = host_of(os.getpid())
+        playing = self._play(host, policy, limits, asyncio.get_running_loop())
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(playing, host.loop))
+
+    async def _play(self, host: Host, policy: Policy, limits: Limits, loop: asyncio.AbstractEventLoop) -> list[Sample]:
+        session, reward, failure = Session(policy, limits, loop, self.agent.speech), None, None
+        try:
+            with host.open(session) as address:
+                work = asyncio.ensure_future(self.agent.play(host, self._task() | address, session))
+                seconds = self.rollout.agent.program_timeout
+                reward = await or_episode_error(session.in_time(work, seconds, f"{KEY}_timeout"))
+            if not session.rows:
+                raise EpisodeFailed("env_error", session.refusal or "it ended without asking the policy at base_url")
+        except EpisodeFailed as error:
+            failure = error
+        return self._rows(session, reward, failure)
+
+    def _task(self) -> Json:
+        """Returns the row as a program is given it."""
+        row = {name: value for name, value in self.row.items() if not name.startswith("raw_prompt")}
+        return {"messages": as_messages(self.row.get("raw_prompt")), **row}
+
+    def _rows(self, session: Session, reward: float | None, failure: EpisodeFailed | None) -> list[Sample]:
+        """Returns the rows of an episode that is over; one whose program failed where its context was full has earned
+        what it posted, or nothing."""
+        samples = [branch.sample for branch in session.rows] or [Sample(self.prompt_ids)]
+        if session.aborted:
+            failure = EpisodeFailed("aborted", session.aborted)
+        is_full = bool(session.refusal and session.rows)
+        if failure is not None and not (is_full and failure.end_reason == "env_error"):
+            text = f"{KEY}={self.rollout.agent.program}: {failure}"
+            return finish_samples(samples, failure.end_reason, {BROUGHT: 0.0}, session.requests, text)
+        reason = "context_full" if is_full else END_REASON_OF[session.rows[-1].ends[-1].finish_reason]
+        metrics = {"unproven": session.unproven_share, "rows": len(samples)}
+        finish_samples(samples, reason, {"__agent_metrics__": metrics, BROUGHT: 0.0}, session.requests)
+        samples[-1].extras[BROUGHT] = reward_in(0.0, session) if failure else reward
+        return samples
+
+
+def load_program(config: AgentConfig) -> Program:
+    """Returns the program that agent.program names. Raises ConfigError, or ValueError, if there is none."""
+    if FUNCTION.fullmatch(config.program):
+        return Program(PROGRAM, load_named(config.program, KEY))
+    words = shlex.split(config.program)
+    if shutil.which(words[0], path=program_environment()["PATH"]) is None:
+        raise ConfigError(f"{KEY}={config.program}: there is no command {words[0]}: give one, or file.py:function.")
+    return Program(PROGRAM, words, {"serves": config.program_serves})
+
+
+def end_all(started: list[Running]) -> None:
+    for running in started:
+        running.end()
+
+
+def reward_in(said: Any, session: Session) -> float | None:
+    """Returns the reward that was posted, or else that in a last line or a returned value: a number, or reward in JSON.
+
+    Raises:
+        ValueError, TypeError: it is no finite number.
+    """
+    if session.reward.done():
+        return session.reward.result()
+    value = read_json(said) if isinstance(said, str) else said
+    if isinstance(value, dict) and "reward" in value:
+        value = value["reward"]
+    elif value is None or (isinstance(said, str) and not isinstance(value, int | float)):
+        return None
+    try:
+        check_reward(reward := float(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"its reward is {value!r}, which is no finite number") from error
+    return reward

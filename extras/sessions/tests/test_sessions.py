@@ -1,0 +1,368 @@
+"""Programs as agents: unchanged clients of OpenAI's API, as commands and as functions, play rows by the policy."""
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from textwrap import dedent
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from configs.errors import ConfigError
+from configs.schema import ModelConfig
+from custom.tiny_model import build_tokenizer
+from data.chat import encode_prompt
+from data.protocol import DataProto
+from data.types import Completion, Request, SamplingParams
+from tests.engines import Scripted
+from tests.runs import compose, learning_metrics, run_main
+from training.environment import assign_agents, load_agents
+from training.episode_rows import deadline_of
+from training.reward import add_scores
+from training.reward_function import FunctionReward
+from workers.agent_loop import AgentLoop
+from workers.hf_rollout import HFRollout
+from workers.models import load_causal_lm
+from workers.rollout import build_rollout
+
+TOKENIZER = build_tokenizer()
+SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 24, stop_token_ids=tuple(range(0, 60, 3)))
+MESSAGES = [{"role": "user", "content": "1+1=?"}]
+AGENT = "actor_rollout_ref.rollout.agent"
+CLIENT = """
+import json, os, sys, time, openai
+client = openai.OpenAI(max_retries=0)
+def ask(messages, **more):
+    return client.chat.completions.create(model="any", messages=messages, **more).choices[0].message
+def user(text):
+    return {"role": "user", "content": text}
+row = json.loads(sys.stdin.readline())
+messages = row["messages"]
+"""
+LIGHT = """
+import json, os, sys, time, urllib.request
+def post(url, body):
+    sent = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(sent))
+def ask(task, messages):
+    body = {"model": "any", "messages": messages}
+    return post(task["base_url"] + "/chat/completions", body)["choices"][0]["message"]
+"""
+
+
+def settings(program: str, *overrides: str, response: int = 160) -> Any:
+    rows = ["env.id=null", "data.train_files=x.jsonl", "data.max_prompt_length=64"]
+    return compose(*rows, f"data.max_response_length={response}", f"{AGENT}.program='{program}'", *overrides)
+
+
+def prompts(count: int = 1, **columns: Any) -> DataProto:
+    rows = {"raw_prompt": [MESSAGES] * count, "raw_prompt_ids": [encode_prompt(MESSAGES, TOKENIZER)] * count}
+    rows |= {"data_source": ["sums"] * count, "extra_info": [{"index": place} for place in range(count)]}
+    return DataProto.from_single_dict(rows | columns)
+
+
+def play(config: Any, rows: DataProto | None = None, engine: Any = None, answer: Any = None) -> DataProto:
+    engine = engine or Scripted(config, TOKENIZER, answer or (lambda text, times: "12"))
+    loop = AgentLoop(config, TOKENIZER, engine, None)
+    return loop.generate_sequences(assign_agents(rows or prompts(), config), SAMPLED, seed=7, first_row=0)
+
+
+def command(folder: Path, text: str, head: str = CLIENT) -> str:
+    (folder / "program.py").write_text(head + dedent(text))
+    return f"python {folder}/program.py"
+
+
+def function(folder: Path, text: str, name: str = "agent") -> str:
+    (folder / f"{folder.name}.py").write_text(dedent(text))
+    return f"{folder}/{folder.name}.py:{name}"
+
+
+def shown(batch: DataProto, row: int) -> list[str]:
+    """The texts of a row that the policy read and drew, in turn, from what it read first."""
+    mask = torch.cat([torch.zeros_like(batch.prompts[row]), batch.response_mask[row]])[batch.attention_mask[row] == 1]
+    ids = batch.input_ids[row][batch.attention_mask[row] == 1]
+    starts = [0, *(place for place in range(1, len(mask)) if mask[place] != mask[place - 1]), len(mask)]
+    return [TOKENIZER.decode(ids[one:two]) for one, two in pairwise(starts)]
+
+
+class Recording(HFRollout):
+    """The model itself; notes what it is asked and draws."""
+
+    def add(self, request: Request) -> None:
+        self.__dict__.setdefault("asked", []).append(request)
+        super().add(request)
+
+    def step(self) -> list[Completion]:
+        done = super().step()
+        self.__dict__.setdefault("drawn", []).extend(done)
+        return done
+
+
+def test_a_stock_client_goes_on_in_one_row_by_the_ids_that_were_sampled(tiny_model: Path, tmp_path: Path):
+    """The answers of random weights hold special tokens, which their texts lose."""
+    program = command(tmp_path, """
+        for number in range(4):
+            messages += [ask(messages, max_tokens=8, temperature=0.1), user("Go on!")]
+        print(json.dumps({"reward": row["extra_info"]["index"]}))
+    """)  # fmt: skip
+    config = settings(program)
+    module = load_causal_lm(ModelConfig(path=str(tiny_model)), torch.device("cpu"), torch.float32, longest=500)
+    rollout = config.actor_rollout_ref.rollout
+    engine = build_rollout(Recording, rollout, AutoTokenizer.from_pretrained(tiny_model), module)
+    batch = play(config, prompts(2), engine)
+    assert len(batch) == 2 and batch.non_tensor_batch["__reward_score__"].tolist() == [0.0, 1.0]
+    drawn = {done.id: done for done in engine.drawn}
+    begin = encode_prompt(MESSAGES, TOKENIZER)
+    for row in range(2):
+        real, policys = batch.attention_mask[row].bool(), batch.response_mask[row].bool()
+        ids = batch.input_ids[row][real].tolist()
+        mine = [one for one in engine.asked if one.episode == row and one.prompt_ids[: len(begin)] == begin]
+        assert len(mine) == 4
+        for request in mine:  # each was asked what stands in the row, and what it drew stands behind it
+            told = request.prompt_ids + drawn[request.id].token_ids
+            assert ids[: len(told)] == told
+        assert batch.responses[row][policys].tolist() == [id for one in mine for id in drawn[one.id].token_ids]
+        log_probs = [value for one in mine for value in drawn[one.id].log_probs]
+        assert torch.equal(batch.rollout_log_probs[row][policys], torch.tensor(log_probs))
+        assert batch.turn_ids[row][policys].unique().tolist() == [0, 1, 2, 3]
+    special = set(TOKENIZER.all_special_ids) & {id for done in engine.drawn for id in done.token_ids[:-1]}
+    assert special  # a text that was encoded again would not have them
+    assert batch.non_tensor_batch["__agent_metrics__"].tolist() == [{"unproven": 0.0, "rows": 1}] * 2
+
+
+def test_what_a_program_claims_is_context_and_rows_of_another_history_stand_apart(tmp_path: Path):
+    program = command(tmp_path, """
+        first = ask(messages)
+        second = ask([*messages, first, user("b")])
+        ask([*messages, first, user("c")])                                          # leaves at the first answer
+        ask([*messages, {"role": "assistant", "content": "forged"}, user("d")])     # was never said
+        ask([user("Summary"), first, user("e")])                                    # said, but elsewhere
+        print(1)
+    """)  # fmt: skip
+    batch = play(settings(program), answer=lambda text, times: f"<{text[-1]}>")
+    told = "<|user|>1+1=?<|end|><|assistant|>"
+    assert [shown(batch, row) for row in range(len(batch))] == [
+        [told, "<?><|end|>", "<|user|>b<|end|><|assistant|>", "<b><|end|>"],
+        [f"{told}<?><|end|><|user|>c<|end|><|assistant|>", "<c><|end|>"],
+        [f"{told}forged<|end|><|user|>d<|end|><|assistant|>", "<d><|end|>"],
+        ["<|user|>Summary<|end|><|assistant|><?><|end|><|user|>e<|end|><|assistant|>", "<e><|end|>"],
+    ]
+    assert len(set(batch.episode)) == 1 and batch.non_tensor_batch["__reward_score__"].tolist() == [0, 0, 0, 1]
+    [metrics] = {json.dumps(row) for row in batch.non_tensor_batch["__agent_metrics__"]}
+    assert json.loads(metrics)["rows"] == 4 and 0.2 < json.loads(metrics)["unproven"] < 0.4
+
+
+def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path):
+    """Whole and streamed answers are alike, and go on in their row; two requests at once do not share one."""
+    agent = function(tmp_path, """
+        import asyncio, json, openai
+        TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+        async def agent(base_url, api_key, messages):
+            client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+            ask = lambda messages, **more: client.chat.completions.create(model="m", messages=messages, **more)
+            whole = (await ask(messages, tools=TOOLS)).choices[0].message
+            assert [json.loads(call.function.arguments) for call in whole.tool_calls] == [{"a": 1}, {"a": 2}]
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in whole.tool_calls]
+            text = ""
+            async for chunk in await ask([*messages, whole, *results], tools=TOOLS, stream=True):
+                text += chunk.choices[0].delta.content or ""
+            plain = [*messages, whole, *results, {"role": "assistant", "content": text}]
+            await asyncio.gather(*(ask([*plain, {"role": "user", "content": more}], tools=TOOLS) for more in "xy"))
+            stopped = await ask([{"role": "user", "content": "z"}], stop=["2"])
+            assert stopped.choices[0].message.content == "1", stopped
+            return True
+    """)  # fmt: skip
+    calls = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
+    answers = {"?": calls, "7": "fine"}
+    config = settings(agent, "data.max_prompt_length=900", response=400)
+    batch = play(config, answer=lambda text, times: answers.get(text[-1], "123"))
+    assert batch.failure.tolist() == [None] * 3, batch.failure
+    rows = sorted((shown(batch, row)[1:] for row in range(3)), key=len)
+    assert rows[0] == ["12"] or rows[0] == ["123<|end|>"]
+    [long] = [row for row in rows if len(row) == 5]
+    assert long[0] == f"{calls}<|end|>" and long[2] == "fine<|end|>" and long[4] == "123<|end|>"
+    assert long[3] in ("<|user|>x<|end|><|assistant|>", "<|user|>y<|end|><|assistant|>")
+
+
+def test_one_program_serves_many_tasks_and_one_that_hangs_holds_up_no_later_one(tmp_path: Path):
+    program = command(tmp_path, """
+        from threading import Thread
+        def play(task):
+            ask(task, task["messages"])
+            if task["kind"] == "dies":
+                os._exit(3)
+            if task["kind"] != "hangs":
+                time.sleep(0.3)
+                post(task["reward_url"], {"reward": os.getpid()})
+        for line in sys.stdin:
+            Thread(target=play, args=[json.loads(line)], daemon=True).start()
+    """, LIGHT)  # fmt: skip
+    config = settings(program, f"{AGENT}.program_serves=true", f"{AGENT}.program_timeout=6")
+    loop = AgentLoop(config, TOKENIZER, Scripted(config, TOKENIZER, lambda text, times: "12"), None)
+
+    def of(*kinds: str, loop: AgentLoop = loop) -> tuple[list[str], list[float], list[str]]:
+        rows = assign_agents(prompts(len(kinds), kind=list(kinds)), config)
+        batch = loop.generate_sequences(rows, SAMPLED, seed=7, first_row=0)
+        return batch.end_reason.tolist(), batch.non_tensor_batch["__reward_score__"].tolist(), batch.failure.tolist()
+
+    _, pids, _ = of(*["fine"] * 30)
+    assert len(set(pids)) == 1 and of("fine")[1] == pids[:1]  # for all, and in the next step too
+    ends, rewards, _ = of("fine", "hangs")
+    assert ends == ["terminated", "timeout"] and rewards[0] == pids[0]
+    [other] = of("fine")[1]
+    assert other != pids[0] and not alive(int(pids[0]))
+    ends, _, failures = of("dies")
+    assert ends == ["env_error"] and "exit code 3" in failures[0]
+    [last] = of("fine")[1]
+    del loop, of
+    gc.collect()
+    assert until(lambda: not alive(int(last)))
+
+
+def test_sixty_four_programs_at_once(tmp_path: Path):
+    program = command(tmp_path, """
+        row = json.loads(sys.stdin.readline())
+        index = row["extra_info"]["index"]
+        print(ask(row, [{"role": "user", "content": f"{index}="}])["content"])
+    """, LIGHT)  # fmt: skip
+    batch = play(settings(program), prompts(64), answer=lambda text, times: text.rstrip("=").removeprefix("user"))
+    assert set(batch.failure) == {None}
+    assert batch.non_tensor_batch["__reward_score__"].tolist() == [*range(64)]
+
+
+ENDS = {  # what a program does: how its episode ends, and words of the reason
+    "exits": ("sys.exit('out of luck')", "env_error", "exit code 1; its last lines: out of luck"),
+    "killed": ("os.kill(os.getpid(), 9)", "env_error", "signal SIGKILL"),
+    "silent": ("ask(messages)", "terminated", None),
+    "asks nothing": ("print(1)", "env_error", "without asking the policy"),
+    "2 MB": ("ask(messages); print('x' * 2_000_000); print('y' * 2_000_000, file=sys.stderr); print(0.5)",
+             "terminated", 0.5),
+    "no number": ("ask(messages); print(json.dumps({'reward': 'good'}))", "env_error", "its reward is 'good'"),
+    "not finite": ("ask(messages); print('NaN')", "env_error", "no finite number"),
+    "unknown": ("client.base_url = str(client.base_url).replace('/s/', '/s/x'); ask(messages)",
+                "env_error", "there is no session x"),
+    "n=2": ("ask(messages, n=2)", "env_error", "n=2"),
+    "too long": ("ask([user('a' * 300)])", "env_error", "maximum context length"),
+    "grows": ("for _ in range(9): messages += [ask(messages), user('b' * 40)]", "context_full", 0.0),
+    "leaves a child": ("import subprocess; subprocess.Popen(['sleep', '600']); ask(messages); print(2)",
+                       "terminated", 2),
+}  # fmt: skip
+
+
+def test_each_program_ends_its_episode_alone_by_its_name(tmp_path: Path):
+    cases = "".join(f"if row['kind'] == {kind!r}:\n    {code}\n" for kind, (code, *_) in ENDS.items())
+    program, began = command(tmp_path, cases), monotonic()
+    batch = play(settings(program), prompts(len(ENDS), kind=[*ENDS]))
+    rewards = dict(zip(batch.kind, batch.non_tensor_batch["__reward_score__"], strict=True))
+    found = dict(zip(batch.kind, zip(batch.end_reason, batch.failure, strict=True), strict=True))
+    for kind, (_, reason, words) in ENDS.items():
+        assert found[kind][0] == reason, (kind, found[kind])
+        if reason == "env_error":
+            assert words in found[kind][1] and f"{AGENT}.program=" in found[kind][1]
+        else:
+            assert rewards[kind] == words
+    assert not batch.response_mask[batch.end_reason == "env_error"].any()
+    assert monotonic() - began < 200
+    scored: list[str] = []  # by the run's reward, which is shown the transcripts of those that said no number
+    reward = FunctionReward(lambda data_source, solution_str, ground_truth: scored.append(solution_str) or 2.0)
+    add_scores(batch, reward, TOKENIZER)
+    assert "12" in scored
+
+
+def test_a_program_that_hangs_is_killed_with_its_children_and_the_key_is_named(tmp_path: Path):
+    program = command(tmp_path, f"""
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"])
+        open("{tmp_path}/pids", "w").write(f"{{os.getpid()}} {{child.pid}}")
+        time.sleep(600)
+    """, LIGHT)  # fmt: skip
+    batch = play(settings(program, f"{AGENT}.program_timeout=2"))
+    assert batch.end_reason.tolist() == ["timeout"] and f"{AGENT}.program_timeout=2 seconds" in batch.failure[0]
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert until(lambda: not any(map(alive, pids)))
+    assert deadline_of(batch) == f"{AGENT}.program_timeout"
+
+
+def test_programs_end_with_a_worker_that_is_killed(tmp_path: Path):
+    sleeper = "import asyncio, json, os, sys\nfrom extras.sessions.host import Running, host_of\n" + dedent("""
+        task = {"base_url": "", "api_key": ""}
+        host = host_of(os.getpid())
+        start = Running.start(host, ["sh", "-c", "sleep 600 & sleep 600"], task)
+        print(asyncio.run_coroutine_threadsafe(start, host.loop).result().process.pid, flush=True)
+        sys.stdin.read()
+    """)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", sleeper], **pipes, text=True) as worker:
+        group = int(worker.stdout.readline())
+        assert alive(group)
+        worker.kill()
+    assert until(lambda: not alive(group))
+
+
+def alive(process: int) -> bool:
+    """Whether it runs: a zombie that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    end = monotonic() + 20
+    while not condition() and monotonic() < end:
+        sleep(0.05)
+    return condition()
+
+
+def test_a_session_is_not_there_after_its_end(tmp_path: Path):
+    agent = function(tmp_path, """
+        import openai
+        SEEN = []
+        def agent(base_url, row):
+            SEEN.append(base_url)
+            client = openai.OpenAI(base_url=SEEN[0], api_key="x", max_retries=0)
+            assert client.models.list().data[0].id == "policy"
+            client.chat.completions.create(model="m", messages=row["messages"])
+    """)  # fmt: skip
+    config = settings(agent)
+    assert play(config).end_reason.tolist() == ["terminated"]
+    batch = play(config)
+    assert batch.end_reason.tolist() == ["env_error"] and "its episode is over" in batch.failure[0]
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["program=nowhere --x"], "there is no command nowhere"),
+    (["program=nowhere.py:agent"], "nowhere.py"),
+    (["program='python \"x'"], "No closing quotation"),
+    (["program=python", "default_agent_loop=a.py:B"], "are both set"),
+    (["program=a.py:f", "program_serves=true"], "only a command can serve"),
+])  # fmt: skip
+def test_a_program_that_cannot_be_is_refused_before_anything_is_loaded(overrides, words):
+    with pytest.raises((ConfigError, ValueError), match=words):
+        load_agents(settings("python", *(f"{AGENT}.{each}" for each in overrides)).actor_rollout_ref.rollout.agent)
+
+
+def test_a_run_learns_from_a_program(tiny_model: Path, tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "data_source": "s"}) + "\n" for n in range(8)))
+    program = command(tmp_path, """
+        task = json.loads(sys.stdin.readline())
+        said = ask(task, task["messages"])
+        print(len(said["content"]))
+    """, LIGHT)  # fmt: skip
+    more = f"""
+        actor_rollout_ref.model.path={tiny_model} trainer.default_local_dir={tmp_path}/run trainer.logger=[]
+        data.train_files={rows} data.train_batch_size=4 data.max_prompt_length=32 data.max_response_length=8
+        actor_rollout_ref.rollout.n=2 algorithm.adv_estimator=grpo trainer.total_training_steps=2 trainer.save_freq=-1
+    """.split()
+    done = run_main(*more, f"{AGENT}.program='{program}'", name="ppo_trainer")
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = learning_metrics(tmp_path / "run")
+    assert steps[2]["critic/score/mean"] > 0 and steps[2]["agent_loop/unproven/mean"] == 0
