@@ -9,6 +9,7 @@ if __name__ == "__main__":
     raise SystemExit(main())  # the imports below take seconds
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from configs.errors import refusals, users_line_noted, warns_of_close
 from configs.extras import find
@@ -33,11 +34,11 @@ def start(config: Config) -> None:
         train(config, parts)
 
 
-def run(config: Config) -> dict[str, float]:
-    """Trains by `config`, and returns the metrics of the last validation."""
+def run(config: Config, **given: Any) -> dict[str, float]:
+    """Trains by `config`, and by what is `given` to `prepare`; returns the metrics of the last validation."""
     config = action_of(config).settle(config)
     with lock_folder(config):
-        return train(config, prepare(config))
+        return train(config, prepare(config, **given))
 
 
 def action_of(config: Config) -> type:

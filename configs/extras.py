@@ -89,6 +89,7 @@ TABLE: dict[str, dict[str, str]] = {
         "llama3": "extras.tools.formats:Llama3Parser",
     },
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
+    "report": {"page": "extras.report.__main__:write_report"},
     "logger": {  # observers, too: those of trainer.logger
         "console": "training.tracking:ConsoleLine",
         "tensorboard": "extras.loggers.trackers:TensorBoard",

@@ -234,7 +234,8 @@ def _name_and_file(function: Callable) -> tuple[str, str]:
     while isinstance(function, partial):
         function = function.func
     owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
-    return owner.__qualname__, vars(sys.modules[owner.__module__]).get("__file__", owner.__module__)
+    module = sys.modules.get(owner.__module__)  # code that was executed from a text has none
+    return owner.__qualname__, (vars(module) if module else {}).get("__file__", str(owner.__module__))
 
 
 def _load_file(file: Path) -> ModuleType:

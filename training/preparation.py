@@ -1,7 +1,7 @@
 """Builds and checks everything a run needs beside its workers, before any model is loaded."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +59,7 @@ from training.environment import (
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.reward import ChecksRows, RewardManager, load_reward_manager
+from training.reward_function import reward_by
 from training.roles import (
     TEACHER_KEY,
     columns_made,
@@ -101,8 +102,9 @@ class Parts:
         return trainer
 
 
-def prepare(config: Config) -> Parts:
-    """Builds tokenizer, environment, reward and data, the cheap ones first; raises what cannot work, with its key."""
+def prepare(config: Config, reward: Callable | None = None) -> Parts:
+    """Builds tokenizer, environment, reward and data, the cheap ones first; raises what cannot work, with its key.
+    `reward`: a function that scores in place of what the settings name."""
     seed_everything(config.trainer.seed)
     forget_changed_files()
     load_modules(config.actor_rollout_ref.model.external_lib, LIB_KEY)  # first: it may register what the rest looks up
@@ -115,7 +117,10 @@ def prepare(config: Config) -> Parts:
     checkpoint_to_resume(config)  # or raises
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    reward = load_reward_manager(config.reward, tokenizer, environment, config)
+    if reward is None:
+        reward = load_reward_manager(config.reward, tokenizer, environment, config)
+    else:
+        reward = reward_by(reward, config.reward, tokenizer)
     data = data_settings(config, describe_tools(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
     check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs))
     train_loader = build_train_loader(config, data, tokenizer, environment)
@@ -250,7 +255,8 @@ def build_train_loader(
     sampler = create_rl_sampler(data, dataset, data.seed)
     batch_size = fitting_batch_size(data, epoch_rows(dataset, sampler, left_out))
     make_row = row_maker(dataset, tokenizer, data)
-    return PromptLoader(dataset, batch_size, sampler, make_row=make_row, left_out=left_out)
+    drop_last = not config.trainer.val_only  # which trains on none
+    return PromptLoader(dataset, batch_size, sampler, make_row=make_row, drop_last=drop_last, left_out=left_out)
 
 
 def build_val_loader(

@@ -239,6 +239,12 @@ def load_function(
     return reward
 
 
+def reward_by(function: Callable, config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> FunctionReward:
+    """Makes a reward of a function, which is called in this process, by the limits of `config`."""
+    limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout, "key": "reward"}
+    return FunctionReward(function, tokenizer, config.custom_reward_function.reward_kwargs, **limits)
+
+
 def load(settings: ScoringConfig, run: RewardRun) -> FunctionReward:
     """Loads the function of a run (the entry of the table)."""
     return load_function(settings.custom_reward_function, settings, run.tokenizer)
