@@ -90,6 +90,10 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
     "report": {"page": "extras.report.__main__:write_report"},
+    "callback": {  # observers that may ask a run to save or to end, by the setting that asks for them
+        "trainer.save_best": "extras.best.best:Best",
+        "trainer.early_stop.metric": "extras.best.best:Best",
+    },
     "logger": {  # observers, too: those of trainer.logger
         "console": "training.tracking:ConsoleLine",
         "tensorboard": "extras.loggers.trackers:TensorBoard",
@@ -124,6 +128,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "curriculum": ("data.source_weights",),
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
     "restarts": ("trainer.max_restarts",),
+    "best": ("trainer.save_best", "trainer.early_stop"),
     "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch"),
     "gym": ("env.processes",),
     "interactions": ("multi_turn.interaction_config_path",),

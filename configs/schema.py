@@ -569,6 +569,7 @@ class RunConfig(Frozen):
     trust_checkpoint: bool = setting(False, "Unpickle a sampler's state in a checkpoint, which may run code.")
 
     patience = 0.0  # seconds that a run waits for machines that its Ray cluster lacks
+    also_saved = ()  # when checkpoints are written beside save_freq's, in words
     async_mode = None  # what changes the order of a step, among the trainers of configs/extras.py
 
     @property
@@ -595,7 +596,7 @@ class RunConfig(Frozen):
 
 @dataclass
 class TrainerConfig(
-    section("dry_run"), section("report"), section("watch"), section("restarts"), section("overlap"), RunConfig
+    *(section(extra) for extra in ("dry_run", "report", "watch", "restarts", "overlap", "best")), RunConfig
 ):
     cls: str = setting("training.ray_trainer:RayPPOTrainer", "The trainer: ours, or your subclass as file.py:Class.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")

@@ -247,7 +247,7 @@ class Observer:
         """Takes the batch of a finished step (None: what was measured before training) and all its metrics."""
 
     def validated(self, step: int, batches: "Sequence[DataProto]", metrics: Metrics) -> None:
-        """Takes the scored answers of a validation, before the metrics of its step."""
+        """Takes the scored answers of a validation, before its step; may set run.save_requested and run.stop_reason."""
 
     def ended(self, error: BaseException | None) -> None:
         """Closes; `error` has ended the run, KeyboardInterrupt for a signal."""

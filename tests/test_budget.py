@@ -33,23 +33,23 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_430,
+    "core lines": 18_460,
     "core files": 82,
-    "product lines": 37_510,
+    "product lines": 37_690,
     "scripts and benchmarks": 2_720,
     "names in training/": 19,
     "names in workers/": 23,
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 35,
-    "modules with one importer": 44,
-    "settings": 291,
+    "modules under 60 lines": 40,
+    "modules with one importer": 45,
+    "settings": 296,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 38_210,
+    "test lines": 38_310,
 }
 
 

@@ -68,6 +68,7 @@ class Saver:
 
     Attributes:
         newest: the last step of this run that is saved; 0: none.
+        kept: `kept()` returns the steps that stay whatever `keep` is.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Saver:
     ) -> None:
         self.root, self.write, self.written, self.keep = root, write, written, keep
         self.newest = 0
+        self.kept: Callable[[], Iterable[int]] = tuple
         self.unnamed: int | None = None  # the step of the checkpoint that is being written
         self.error: Exception | None = None  # of the last save
 
@@ -103,7 +105,7 @@ class Saver:
                 if not wait:
                     return {}
                 time.sleep(POLL_SECONDS)
-            name_checkpoint(self.root, step, self.keep)
+            name_checkpoint(self.root, step, self.keep, self.kept)
         except WRITE_ERRORS as error:
             return self._failed(step, error)
         self.unnamed, self.newest = None, step
@@ -136,8 +138,8 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> No
         undone.pop_all()
 
 
-def name_checkpoint(root: Path, step: int, keep: int | None) -> None:
-    """Gives a whole checkpoint its name, and removes all but the newest `keep` up to it."""
+def name_checkpoint(root: Path, step: int, keep: int | None, kept: Callable[[], Iterable[int]] = tuple) -> None:
+    """Gives a whole checkpoint its name, and removes all but the newest `keep` up to it, and those that are `kept`."""
     final = root / f"global_step_{step}"
     temporary, replaced = final.with_name(WRITING + final.name), final.with_name(REPLACED + final.name)
     try:
@@ -152,7 +154,8 @@ def name_checkpoint(root: Path, step: int, keep: int | None) -> None:
         flush(root)
     finally:
         clear_leftovers(root)
-    for old in sorted(number for number in saved_steps(root) if number <= step)[: -keep if keep else 0]:
+    older = [number for number in saved_steps(root) if number <= step][: -keep if keep else 0]
+    for old in {*older}.difference(kept()):
         remove(root / f"global_step_{old}")
 
 

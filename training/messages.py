@@ -29,15 +29,17 @@ def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
     if trainer.val_only:
         return f"trainer.val_only=true: nothing is written to {trainer.default_local_dir}."
     written = f"files go to {trainer.default_local_dir}: {METRICS_FILE}, {CONFIG_FILE}"
-    often = trainer.save_freq
-    if often != LAST and often <= 0:
+    every, times = trainer.save_freq, [*trainer.also_saved]
+    if every == LAST or every > 0:
+        regular = {LAST: "after the last step", 1: "every step"}
+        times.insert(0, regular.get(every, f"every {every} steps and after the last"))
+    if not times:
         return (
             f"{written}. No checkpoint will be written, and the trained model is gone when the run ends: "
             "trainer.save_freq=last saves it after the last step, trainer.save_freq=N every N steps as well."
         )
     resume = f" (without {lacking} it cannot be resumed from)" if (lacking := lacks(contents)) else ""
-    when = {LAST: "after the last step", 1: "every step"}.get(often, f"every {often} steps and after the last")
-    return f"{written}, and {when} a checkpoint of {', '.join(contents)}{resume}."
+    return f"{written}, and {' and '.join(times)} a checkpoint of {', '.join(contents)}{resume}."
 
 
 def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> str:

@@ -52,6 +52,8 @@ class Run:
         observers: told of every step (training/tracking.py).
         timing: seconds of what is done outside `step`, by stage, since the last line of the record.
         began: when its clock started, by time.monotonic().
+        save_requested: an observer asks that this step is saved.
+        stop_reason: why an observer ends the run after this step, in a line; "": it goes on.
     """
 
     acts_after_last_step = False  # whether a run validates and saves at its end even if no frequency is set
@@ -85,6 +87,7 @@ class Run:
         self.timing: dict[str, float] = {}
         self.began = time.monotonic()
         self.skipped_in_a_row = 0
+        self.save_requested, self.stop_reason = False, ""
         self.observers = Observers(self)
 
     @cached_property
@@ -137,27 +140,29 @@ class Run:
             if ending is not None:
                 print(ended_early(self, in_words(ending)))
                 end_by(ending)
+            if self.stop_reason:
+                print(self.stop_reason)
         return self.validation
 
     def train(self) -> int | None:
         """Runs the steps that are left; returns the signal that ended them, after the end of a step, if one did."""
         settings, ending = self.config.trainer, None
         with Requests(self.outlook) as requests:
-            while self.global_step < self.total_steps and ending is None:
-                self.global_step += 1
+            while self.global_step < self.total_steps and ending is None and not self.stop_reason:
+                self.global_step, self.save_requested = self.global_step + 1, False
                 batch, self.metrics = self.step()
                 check_is_ours(self.folder)
                 if self.can_validate and self.is_due(settings.test_freq):
                     with timer("testing", self.timing):
                         self.metrics |= self.validate()
                 self.after_step(batch)
-                save_requested, ending = requests.take()
+                by_signal, ending = requests.take()
                 self.metrics |= self.saver.finish(wait=False)
-                saves, is_last = save_requested or self.is_due(self.save_freq), self.global_step == self.total_steps
-                if saves or is_last or ending is not None:
+                saves = by_signal or self.save_requested or self.is_due(self.save_freq)
+                if saves or self.is_last or ending is not None:
                     with timer("save_checkpoint", self.timing):
                         self.metrics |= self.save() if saves else {}
-                        self.metrics |= self.saver.finish(wait=is_last or ending is not None)
+                        self.metrics |= self.saver.finish(wait=self.is_last or ending is not None)
                 self.log(batch)
                 self.check_updates()
         return ending
@@ -185,9 +190,14 @@ class Run:
         """Says when what a signal asks for will be done, and what a second one would lose."""
         return f"step {self.global_step} is saved when it is done", steps_lost(self.saver.newest, self.global_step)
 
+    @property
+    def is_last(self) -> bool:
+        """Says whether the run ends after this step."""
+        return self.global_step == self.total_steps or bool(self.stop_reason)
+
     def is_due(self, frequency: int) -> bool:
         """Says whether something that is done every `frequency` steps (-1: never), and after the last, is done now."""
-        if self.global_step == self.total_steps:
+        if self.is_last:
             return frequency > 0 or self.acts_after_last_step
         return frequency > 0 and self.global_step % frequency == 0
 

@@ -15,14 +15,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from configs.errors import ConfigError, latest
-from configs.extras import TABLE, find, present
+from configs.extras import TABLE, asked_for, find, present
 from data.files import FolderLost, append, json_line, read_metrics, rewrite
 from data.protocol import DataProto
 from data.types import Observer
@@ -105,7 +105,8 @@ def observers_of(config: Any) -> list[type[Observer]]:
             known = ", ".join([*TABLE["logger"], "file"])
             raise ConfigError(f"trainer.logger has {name!r}: choose from {known}, or name file.py:Class of yours.")
     loggers = [find("logger", name, "trainer.logger") for name in names]
-    return [*(find("observer", name) for name in present("observer")), *loggers]
+    callbacks = dict.fromkeys(asked_for("callback", config))
+    return [*(find("observer", name) for name in present("observer")), *callbacks, *loggers]
 
 
 def check_observers(config: Any) -> None:
@@ -271,15 +272,20 @@ def is_debugged() -> bool:
 
 def validation_headline(data: Mapping[str, float]) -> str | None:
     """Summarises a validation among the metrics of a step: "validation success 0.85"; None: there was none."""
-    if "val/loss" in data:
-        return f"validation loss {short_number(data['val/loss'])}"
-    means = {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
+    means = headline_means(data)
     if not means:
         return None
-    names = dict.fromkeys(name.split("/")[-2] for name in means)
+    names = dict.fromkeys(name.partition("/mean@")[0].rpartition("/")[2] for name in means)
     metrics = "/".join(IN_WORDS.get(name, name) for name in names)
     several = f" (mean of {len(means)} sources)" if len(means) > 1 else ""
-    return f"validation {metrics} {short_number(sum(means.values()) / len(means))}{several}"
+    return f"validation {metrics} {short_number(mean(means.values()))}{several}"
+
+
+def headline_means(data: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of a validation whose mean sums it up: its loss, or a mean of each source; {}: none was."""
+    if "val/loss" in data:
+        return {"val/loss": data["val/loss"]}
+    return {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
 
 
 def short_number(value: float, digits: int = 2) -> str:

@@ -52,7 +52,7 @@ class SFTDataConfig(Open):
 
 
 @dataclass
-class SFTTrainerConfig(section("restarts"), RunConfig):
+class SFTTrainerConfig(section("restarts"), section("best"), RunConfig):
     test_freq: int | str = setting(
         -1,
         "Validate every so many steps, or after_each_epoch, and after the last; -1: after it only.",

@@ -113,7 +113,8 @@ def train(config: SFTConfig, parts: SFTParts) -> Path:
 
 def files_to_come(trainer: SFTTrainerConfig, total_steps: int) -> str:
     """The line that a run prints at its start: where its files will be."""
-    often = f"every {trainer.save_freq} steps and " if trainer.save_freq > 0 else ""
+    often = "".join(f"{time} and " for time in trainer.also_saved)
+    often += f"every {trainer.save_freq} steps and " if trainer.save_freq > 0 else ""
     last = f"after the last step global_step_{total_steps}/huggingface"
     return f"files go to {trainer.default_local_dir}: {METRICS_FILE}, {CONFIG_FILE}, and {often}{last}."
 
