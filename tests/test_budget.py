@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_460,
+    "core lines": 18_490,
     "core files": 82,
-    "product lines": 37_690,
+    "product lines": 37_720,
     "scripts and benchmarks": 2_720,
     "names in training/": 19,
     "names in workers/": 23,
@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 38_310,
+    "test lines": 38_430,
 }
 
 

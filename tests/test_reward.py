@@ -159,6 +159,45 @@ def test_a_function_of_lists_is_called_once_with_what_it_names():
     assert not FunctionReward(lambda solution_strs, ground_truths=None: []).form.needs_ground_truth
 
 
+TRLS = """
+import re
+
+def format_reward(completions, **kwargs):
+    assert kwargs["level"] == [1, 2] and len(kwargs["prompts"]) == len(kwargs["completion_ids"]) == 2
+    assert not {"prompt", "raw_prompt", "raw_prompt_ids", "uid", "responses", "__messages__"} & kwargs.keys()
+    texts = [completion[-1]["content"] for completion in completions]
+    return [1.0 if re.fullmatch(r"<[0-9]+>", text) else 0.0 for text in texts]
+
+def accuracy_reward(completions, ground_truth, **kwargs):
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [1.0 if truth in text else 0.0 for text, truth in zip(texts, ground_truth)]
+
+async def of_the_easy(prompts, completions, level):
+    assert prompts == ["p", "q"] and completions == ["<4>", "5"]
+    return [1.0 if number == 1 else None for number in level]
+"""
+
+
+def test_trls_functions_are_given_texts_for_texts_messages_for_messages_and_all_columns(tmp_path):
+    labels = [{"ground_truth": "4"}, {"ground_truth": "7"}]
+    batch = rollout("<4>", "5", level=[1, 2], reward_model=labels, raw_prompt=["p", "q"])
+
+    def scores(name):
+        return compute_reward(batch, load(tmp_path, TRLS, name), TOKENIZER, ScoringConfig(on_failure="mask"))
+
+    assert scores("accuracy_reward")[0].sum(1).tolist() == [1.0, 0.0]
+    easy, _, failures = scores("of_the_easy")
+    assert easy.sum(1).tolist() == [1.0, 0.0] and list(failures) == [1]
+    chat = [{"role": "user", "content": "p"}]
+    said = [*chat, {"role": "assistant", "content": "<7>"}]
+    batch.non_tensor_batch |= {"raw_prompt": object_array([chat, chat]), "__messages__": object_array([said, said])}
+    assert scores("format_reward")[0].sum(1).tolist() == [1.0, 1.0]
+    assert scores("accuracy_reward")[0].sum(1).tolist() == [0.0, 1.0]
+    del batch.non_tensor_batch["__messages__"]
+    assert scores("accuracy_reward")[0].sum(1).tolist() == [1.0, 0.0]
+    assert FunctionReward(lambda completions, ground_truth: []).form.needs_ground_truth
+
+
 def test_async_rewards_run_side_by_side_no_more_than_so_many_at_once_even_inside_a_running_loop():
     under_way, most = set(), []
 

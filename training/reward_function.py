@@ -19,12 +19,14 @@ from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.chat import as_messages
 from data.concurrency import run_all
 from data.protocol import DataProto
+from data.rows import RUN_COLUMNS
 from data.types import NotScored, Row
 from training.reward import RewardRun
 
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
     "compute_score(data_sources, solution_strs, ground_truths, extra_infos) for a whole batch in lists, "
+    "reward(prompts, completions, **columns) of TRL, in lists too, "
     "compute_reward(data, tokenizer=None) for one in a DataProto, or "
     "compute_reward(prompt, response, ground_truth)"
 )
@@ -39,6 +41,14 @@ ARGUMENTS = {
     "environment": "__environment__",
 }
 LISTS = {f"{name}s": column for name, column in ARGUMENTS.items()}  # the same of a function of a whole batch
+# The same of TRL's form: in lists too, and prompts as they are in the data.
+TRL = {
+    "prompts": "raw_prompt",
+    "completions": "completions",
+    "completion_ids": "response_ids",
+    "ground_truth": "ground_truths",
+}
+NO_COLUMN = RUN_COLUMNS | {"prompt", "raw_prompt", "raw_prompt_ids", "response_ids"}  # what TRL's **kwargs do not hold
 FACTS = frozenset(("split", "messages", "response_ids", "end_reason", "group", "uid"))  # of both forms
 SERVED = ("reward_router_address", "reward_model_tokenizer")  # verl's arguments about a judge that it serves
 VERL_ARGUMENTS = 4
@@ -51,6 +61,7 @@ class Form:
     Attributes:
         takes_one_response: whether it is called for each response; else once for all, in lists or in a DataProto.
         columns: arguments that it may name, and the columns of the view that hold them; {} for one of a DataProto.
+        takes_every_column: whether it is given all columns of the data set: TRL's, with **kwargs.
         given: all that it is given; of_data: columns of the data set among these; needed: those without a default.
         needs_ground_truth: whether it cannot be called without one.
     """
@@ -61,9 +72,10 @@ class Form:
         takes_data = next(iter(kinds), None) == "data"
         self.takes_one_response = not kinds.keys().isdisjoint(("solution_str", "response", "environment"))
         takes_lists = not takes_data and not kinds.keys().isdisjoint(("solution_strs", "responses", "environments"))
-        self.columns = ARGUMENTS if self.takes_one_response else LISTS if takes_lists else {}
+        others = TRL if "completions" in kinds and not takes_data else {}
+        self.columns = ARGUMENTS if self.takes_one_response else LISTS if takes_lists else others
         if not self.columns and not takes_data:
-            names = ["solution_str", "solution_strs", "response", "responses"]
+            names = ["solution_str", "solution_strs", "response", "responses", "completions"]
             near = [match for name in kinds for match in nearest_by_last_part(name, names)]
             guess = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
@@ -75,7 +87,9 @@ class Form:
             unknown = {name for name, kind in kinds.items() if kind not in VARIADIC} - known - reward_kwargs.keys()
             self.of_data = {name for name in unknown if not is_setting(function, name)}
         self.given = (known & kinds.keys()) | self.of_data
-        if inspect.Parameter.VAR_KEYWORD in kinds.values():
+        has_kwargs = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        self.takes_every_column = has_kwargs and self.columns is TRL
+        if has_kwargs:
             self.given |= set(list(self.columns)[:VERL_ARGUMENTS])
         self.needed = self.of_data & set(required_arguments(function))
         ground_truth = "ground_truths" if self.columns is LISTS else "ground_truth"
@@ -107,11 +121,11 @@ class FunctionReward:
     """A reward from a function, sync or async; its `form` is read from its signature.
 
     A function of one response is given what it names among `ARGUMENTS`, `FACTS` and the columns of the data set; one of
-    lists among `LISTS`, `FACTS` and those columns. With **kwargs it gets all of verl's four. An argument whose default
-    is a value is a setting, and no column.
+    lists among `LISTS` (or `TRL`), `FACTS` and those columns. With **kwargs it gets all of verl's four, TRL's all
+    columns. An argument whose default is a value is a setting, and no column.
 
     Args:
-        function: in one of the four `FORMS`.
+        function: in one of the `FORMS`.
         reward_kwargs: passed on to every call; they win over what the caller passes.
         max_concurrent, timeout: limits of an async function that is called in this process.
         key: the setting that names it.
@@ -185,6 +199,8 @@ class FunctionReward:
                 f"{callable_name(self.function)} cannot be called: there is no column {missing[0]!r}. It may name "
                 f"{', '.join([*self.form.columns, *sorted(FACTS)])} and the columns of the data set."
             )
+        if self.form.takes_every_column:
+            names = names | (data.non_tensor_batch.keys() - NO_COLUMN)
         present = [name for name in names - {"split"} if name not in self.form.of_data or name in data]
         columns = {name: self._column(name, data) for name in present}
         split = {"split": "val" if data.meta_info.get("validate") else "train"} if "split" in names else {}
@@ -195,11 +211,17 @@ class FunctionReward:
     def _column(self, name: str, data: DataProto) -> list[Any]:
         """Returns an argument's value for every response."""
         if name == "messages":  # of the prompt, and all that followed
-            conversations, prompts = data.get("__messages__", [None] * len(data)), data.get("raw_prompt", data.prompts)
+            nothing = [None] * len(data)
+            conversations = data.get("__messages__", nothing)
+            prompts = data.get("raw_prompt", data.get("prompts", nothing))
             return [
                 messages or [*as_messages(prompt), {"role": "assistant", "content": answer}]
                 for messages, prompt, answer in zip(conversations, prompts, data.responses, strict=True)
             ]
+        if name == "completions":  # of a chat its messages after the prompt, else a text
+            prompts, chats = data.get("raw_prompt", [None] * len(data)), self._column("messages", data)
+            rows = zip(prompts, chats, data.responses, strict=True)
+            return [chat[len(prompt) :] if isinstance(prompt, list) else text for prompt, chat, text in rows]
         if name == "group":
             groups = defaultdict(list)
             uids = list(data.get("uid", range(len(data))))
