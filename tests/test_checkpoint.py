@@ -30,7 +30,7 @@ from training.checkpoint import (
     saved_steps,
     write_checkpoint,
 )
-from training.roles import WorkerError
+from training.roles import WorkerError, WorkerLost
 from training.run import Run
 
 FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "test.half_written"}
@@ -160,6 +160,13 @@ class Slow:
     def is_saved(self) -> bool:
         self.left -= 1
         return self.left < 0
+
+
+def test_a_worker_that_is_lost_in_a_save_ends_the_run_where_one_that_cannot_write_does_not(tmp_path: Path):
+    """It would be waited for again."""
+    assert Saver(tmp_path, Mock(side_effect=WorkerError("rank 0: a full disk"))).save(1) == {"training/failed_saves": 1}
+    with pytest.raises(WorkerLost, match="rank 1"):
+        Saver(tmp_path, Mock(side_effect=WorkerLost("rank 1"))).save(1)
 
 
 @pytest.mark.parametrize(("error", "saved"), [(RuntimeError("a reward"), [1]), (WorkerError("rank 1"), [])])

@@ -35,6 +35,7 @@ from configs.paths import find_path
 from configs.schema import Config
 from configs.settings import safe_settings, without_secrets
 from data.files import replacing
+from training.roles import WorkerLost
 
 POLL_SECONDS = 0.05  # between two checks whether a checkpoint is whole
 SUMS_FILE = "checksums.json"
@@ -112,6 +113,8 @@ class Saver:
         return {}
 
     def _failed(self, step: int, error: Exception) -> dict[str, float]:
+        if isinstance(error, WorkerLost):
+            raise error  # whoever calls next would wait for that worker as long again
         self.unnamed, self.error = None, error
         clear_leftovers(self.root)
         logger.warning("step %d was not saved, older checkpoints are untouched: %s", step, first_line(error))

@@ -27,6 +27,10 @@ class WorkerError(MayPass):
     """A worker in another process failed; the message carries its rank and traceback."""
 
 
+class WorkerLost(WorkerError):
+    """A worker died, or gets no further: it will not answer another call either."""
+
+
 @dataclass(frozen=True)
 class RoleSpec:
     """An entry of the table.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from configs.errors import notice
-from training.roles import WorkerError
+from training.roles import WorkerLost
 
 NOTICE_SECONDS = 60.0  # of waiting until a notice says for whom; the next ones come after twice as long each
 BEAT_SECONDS = 2.0  # between two beats of a worker, and between two looks at them
@@ -117,13 +117,13 @@ class Wait:
                 self.beats[rank] = new
 
     def check(self) -> None:
-        """Raises WorkerError if nothing was heard of a rank for `limit` seconds, or if none of those that are late has
+        """Raises WorkerLost if nothing was heard of a rank for `limit` seconds, or if none of those that are late has
         done anything: what others wait for may be slow."""
         if self.limit is None or not self.late:
             return
         silent, idle = ([seconds[rank] for rank in self.late] for seconds in (self.silent, self.idle))
         if max(*silent, min(idle)) >= self.limit:
-            raise WorkerError(f"{self.verb} gets no further for trainer.stall_timeout={self.limit:g} s, by {self}")
+            raise WorkerLost(f"{self.verb} gets no further for trainer.stall_timeout={self.limit:g} s, by {self}")
 
     def __str__(self) -> str:
         """Names those that are late, the silent ones first, and what each does; below, where one is that is stuck."""

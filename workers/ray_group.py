@@ -32,7 +32,7 @@ from configs.process import VARIABLES, Threads, available_cores, children_apart,
 from configs.schema import Config, ModelConfig, RunConfig
 from data.files import locked
 from data.seeding import derive_seed, seed_everything
-from training.roles import WorkerError
+from training.roles import WorkerError, WorkerLost
 from workers.collectives import TIMEOUT, check_speaks_http2, connect, join_group, open_store
 from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, stacks
 from workers.forward import forward_of
@@ -217,10 +217,10 @@ class RayPending:
         late = ", ".join(map(self.wait.name, self._busy()))
         return f"\nIt waited actor_rollout_ref.nccl_timeout seconds; {late} have not come. If slow, raise it."
 
-    def _death(self, rank: int, error: Exception) -> "WorkerError":
+    def _death(self, rank: int, error: Exception) -> WorkerLost:
         session = ray.get_runtime_context()
         logs = f"{session.get_temp_dir()}/{session.get_session_name()}/logs"
-        return WorkerError(f"worker {self.wait.name(rank)} died in {self.wait.verb}: {error}. Its log is under {logs}.")
+        return WorkerLost(f"worker {self.wait.name(rank)} died in {self.wait.verb}: {error}. Its log is under {logs}.")
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:
