@@ -93,8 +93,12 @@ class Wandb(TensorBoard):
 
 class MLflow(TensorBoard):
     package = "mlflow"
+    logged = -1  # the last step that the run of this id has; W&B itself leaves out steps that it has
 
     def make(self, step: int, known: str | None) -> tracking.GeneralTracker:
+        if known:
+            history = import_module("mlflow").MlflowClient().get_metric_history(known, "training/seconds")
+            self.logged = max((entry.step for entry in history), default=-1)
         return tracking.MLflowTracker(self.project, run_name=self.name, run_id=known)
 
     def describe(self) -> None:
@@ -106,7 +110,8 @@ class MLflow(TensorBoard):
         return self.tracker.tracker.info.run_id
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
-        self.tracker.log({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)  # it refuses an @
+        if step > self.logged:
+            self.tracker.log({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)  # not an @
 
     def ended(self, error: BaseException | None) -> None:
         if self.tracker is not None:

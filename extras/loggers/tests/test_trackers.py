@@ -65,6 +65,9 @@ class Service:
     def tracker(self) -> Any:
         return self
 
+    def get_metric_history(self, *_: Any) -> list[Namespace]:
+        return [Namespace(step=4), Namespace(step=3)]
+
     info = tracker
     id = run_id = "its-id"
 
@@ -99,6 +102,10 @@ def test_services_get_the_run_its_config_and_its_metrics(tmp_path, monkeypatch, 
     assert [*service.told, *package.told][-1] == endings.get(name, ("finish", {}))
     with start(tmp_path, name, resume_step=3) as track:
         service = track.observers.others[0].tracker
+        track.log(4, {"x": 1.0})
+        track.log(5, {"x": 2.0})
+    steps = [told[2] for told in service.told if told[0] == "log"]
+    assert steps == ([5] if name == "mlflow" else [4, 5]), "MLflow would have a step twice"
     known = {"wandb": ("id", "its-id"), "mlflow": ("run_id", "its-id"), "trackio": ("resume", "allow")}
     assert name not in known or known[name] in service.made[1].items()
 
