@@ -58,6 +58,7 @@ TABLE: dict[str, dict[str, str]] = {
         "functions": "training.reward_function:load",
         "weighted": "extras.weighted.reward:load",
         "environment": "training.reward:load_environment",
+        "object": "training.reward_function:reward_by",  # called with it, the settings and the tokenizer
         "model": "extras.reward_model.stage:load",
         "rules": "extras.rules.reward:load",
     },

@@ -59,7 +59,6 @@ from training.environment import (
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.reward import ChecksRows, RewardManager, load_reward_manager
-from training.reward_function import reward_by
 from training.roles import (
     TEACHER_KEY,
     columns_made,
@@ -120,7 +119,7 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
     if reward is None:
         reward = load_reward_manager(config.reward, tokenizer, environment, config)
     else:
-        reward = reward_by(reward, config.reward, tokenizer)
+        reward = find("reward", "object")(reward, config.reward, tokenizer)
     data = data_settings(config, describe_tools(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
     check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs))
     train_loader = build_train_loader(config, data, tokenizer, environment)
