@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,12 @@ def state_of_process(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def lasting_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if not thread.daemon}
+def lasting_threads(before: Iterable[threading.Thread] = ()) -> set[threading.Thread]:
+    """Threads beside those of `before` that do not end by themselves."""
+    threads = {thread for thread in threading.enumerate() if not thread.daemon}.difference(before)
+    for thread in threads.difference([threading.main_thread()]) if before else ():
+        thread.join(5)
+    return {thread for thread in threads if thread.is_alive()}
 
 
 RAY, VLLM = {"trainer.executor": "ray"}, {"actor_rollout_ref.rollout.name": "vllm"}
@@ -98,7 +102,7 @@ def test_two_calls_of_train_have_every_metric_of_main_py(recipe, where, tmp_path
     face.train(total_steps=12)
     before, threads = state_of_process(model), lasting_threads()
     result = face.train(total_steps=20)
-    assert state_of_process(model) == before and lasting_threads() <= threads
+    assert state_of_process(model) == before and not lasting_threads(threads)
     (tmp_path / "my_reward.py").write_text(inspect.getsource(compute_score))
     main = {**settings, "trainer.default_local_dir": str(tmp_path / "main"), "trainer.total_training_steps": 20}
     main |= {"recipe": recipe, "actor_rollout_ref.model.path": path, "trainer.save_freq": 20}
@@ -199,7 +203,7 @@ def test_the_process_and_the_model_are_as_before_but_for_the_weights(made, model
     weights, before = [weight.data_ptr() for weight in model.parameters()], state_of_process(model)
     threads = lasting_threads()
     result = trainer.train(total_steps=2)
-    assert state_of_process(model) == before and lasting_threads() <= threads
+    assert state_of_process(model) == before and not lasting_threads(threads)
     assert weights == [weight.data_ptr() for weight in model.parameters()]
     torch.save(model, tmp_path / "model.pt")
     trainer.save(tmp_path / "saved")
