@@ -311,8 +311,12 @@ class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
             raise ConfigError(f"{key} names {', '.join(files)}, which {key}.enable=false does not read: enable it.")
 
 
+class NoProgram(Frozen):
+    program = None  # that plays the rows
+
+
 @dataclass
-class AgentConfig(section("sessions"), Frozen):
+class AgentConfig(section("sessions"), NoProgram):
     default_agent_loop: str | None = setting(
         None, "Who plays rows without agent_name: a registered name, or file.py:Class; null: tool_agent or single."
     )

@@ -223,7 +223,7 @@ def load_agents(config: AgentConfig) -> dict[str, Agent]:
         if "." not in default and ":" not in default:
             raise ConfigError(f"{AGENT_KEY}.default_agent_loop={default}: {known_names(agents)}")
         agents[default] = Agent(default, load_named(default, f"{AGENT_KEY}.default_agent_loop"))
-    if config.get(PROGRAM):
+    if config.program:
         agents[PROGRAM] = find("source", PROGRAM)(config)
     return agents
 
@@ -247,7 +247,7 @@ def assign_agents(prompts: DataProto, config: Config) -> DataProto:
     """Says of each row what it begins: an episode of the environment, a conversation, or a single answer."""
     rollout = config.actor_rollout_ref.rollout
     agent = rollout.agent.default_agent_loop or (TOOL_AGENT if rollout.multi_turn.enable else SINGLE_TURN)
-    agent = PROGRAM if rollout.agent.get(PROGRAM) else agent
+    agent = PROGRAM if rollout.agent.program else agent
     if config.env.id is not None:
         agent = ENVIRONMENT if config.env.mode == "episode" else SINGLE_TURN
     return prompts if agent == SINGLE_TURN else begin_episodes(prompts, agent)

@@ -43,7 +43,6 @@ from training.checkpoint import checkpoint_to_resume
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS
 from training.environment import (
     AGENT_COLUMN,
-    PROGRAM,
     SINGLE_TURN,
     TOOL_AGENT,
     EnvSetup,
@@ -128,7 +127,7 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
     val_loader = build_val_loader(config, data, tokenizer, environment)
     if val_loader and (environment or config.data.train_files):
         report_overlap(prompts_read(train_loader.dataset), prompts_read(val_loader.dataset), tokenizer)
-    scores_itself = config.actor_rollout_ref.rollout.agent.get(PROGRAM) and config.reward.source() is None
+    scores_itself = config.actor_rollout_ref.rollout.agent.program and config.reward.source() is None
     for loader in filter(None, (train_loader, val_loader)):
         positions = rows_looked_at(loader)
         if isinstance(reward, ChecksRows) and not scores_itself:

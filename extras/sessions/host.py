@@ -113,13 +113,20 @@ def build_app(sessions: dict[str, Session]) -> FastAPI:
 
 
 class Running:
-    """A program's process, in a group of its own, and the ends of what it wrote to stdout and stderr."""
+    """A program's process, in a group of its own, and the ends of what it wrote to stdout and stderr.
+
+    Attributes:
+        sessions: of the episodes that it plays, where it serves.
+        ending: is done when it has ended, and what it wrote is read.
+    """
 
     def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
-        self.host, self.process, self.is_over, self.tasks = host, process, False, 0
+        self.host, self.process, self.is_over = host, process, False
+        self.sessions: set[Session] = set()
         self.output, self.errors = bytearray(), bytearray()
         pipes = (process.stdout, self.output), (process.stderr, self.errors)
         self.readers = [asyncio.ensure_future(keep_end(*pipe)) for pipe in pipes]
+        self.ending = asyncio.ensure_future(self._wait())
         host.watch("+", process.pid)
 
     @classmethod
@@ -130,13 +137,17 @@ class Running:
         process = await asyncio.create_subprocess_exec(*words, **pipes, env=environment, start_new_session=True)
         return cls(host, process)
 
-    async def wait(self) -> str:
-        """Waits for its end and returns its last line; raises RuntimeError if it failed."""
-        while (status := self.process.returncode) is None:  # wait() would wait for children that hold its pipes, too
+    async def _wait(self) -> None:
+        while self.process.returncode is None:  # process.wait() waits for children that hold its pipes, too
             await asyncio.sleep(LOOK_SECONDS)
         self.end()
         await asyncio.wait(self.readers, timeout=READ_SECONDS)
-        if status:
+        for reader in self.readers:
+            reader.cancel()
+
+    def last_line(self) -> str:
+        """Returns the last that it wrote; raises RuntimeError if it failed."""
+        if status := self.process.returncode:
             how = f"exit code {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
             raise RuntimeError(f"it ended with {how}; its last lines: {last_lines(self.errors, 3) or 'none'}")
         return last_lines(self.output, 1)

@@ -46,25 +46,26 @@ class Program(Agent):
     async def play(self, host: Host, task: Json, session: Session) -> float | None:
         """Plays an episode in the loop of `host`; returns the reward that it said, if any."""
         if callable(self.cls):
-            return reward_in(await self._call({**task, "row": task}), session)
-        if self.settings["serves"]:
+            call = bind(self.cls, {**task, "row": task}, key=KEY)
+            if asyncio.iscoroutinefunction(self.cls):
+                playing = asyncio.run_coroutine_threadsafe(contain(call()), users_loop())
+                return reward_in(await asyncio.wrap_future(playing), session)
+        elif self.settings["serves"]:
             return await self._serve(host, task, session)
-        async with slots(KEY):  # each has a process
-            return reward_in(await self._run(host, task), session)
-
-    async def _call(self, offered: Json) -> Any:
-        call = bind(self.cls, offered, key=KEY)
-        if asyncio.iscoroutinefunction(self.cls):
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(contain(call()), users_loop()))
-        async with slots(KEY):  # each has a thread
-            return await in_thread(call)
+        with session.stopped_clock():
+            await slots(KEY).acquire()  # each has a process, or a thread
+        try:
+            return reward_in(await (in_thread(call) if callable(self.cls) else self._run(host, task)), session)
+        finally:
+            slots(KEY).release()
 
     async def _run(self, host: Host, task: Json) -> str:
         running = await Running.start(host, self.cls, task)
         try:
             running.tell(task)
             running.process.stdin.close()
-            return await running.wait()
+            await running.ending
+            return running.last_line()
         finally:
             running.end()
 
@@ -75,21 +76,22 @@ class Program(Agent):
                 self.serving = await Running.start(host, self.cls, task)
                 self.started.append(self.serving)
         running = self.serving
-        ending = asyncio.ensure_future(running.wait())
-        running.tasks += 1
+        running.sessions.add(session)
         running.tell(task)
         try:
-            await asyncio.wait([ending, session.reward], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([running.ending, session.reward], return_when=asyncio.FIRST_COMPLETED)
             if session.reward.done():
                 return session.reward.result()
-            raise RuntimeError(f"it ended before it posted a reward; its last line: {ending.result() or 'none'}")
+            raise RuntimeError(f"it ended without a reward; its last line: {running.last_line() or 'none'}")
         except asyncio.CancelledError:
             self.serving = None if self.serving is running else self.serving
             raise
         finally:
-            ending.cancel()
-            running.tasks -= 1
-            if running is not self.serving and not running.tasks:
+            running.sessions.remove(session)
+            for waiting in running.sessions:  # for this one to end, as far as is known
+                if not waiting.requests:
+                    waiting.restart_clock()
+            if running is not self.serving and not running.sessions:
                 running.end()
                 self.started.remove(running)
 

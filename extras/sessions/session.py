@@ -8,9 +8,9 @@ the tokens that `_draw` appends, as the engine returned them, and no others.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import eq
@@ -103,7 +103,8 @@ class Session:
         self.refusal = self.aborted = ""
         self.reward: asyncio.Future[float | None] = asyncio.Future()
         self.over: asyncio.Future[None] = asyncio.Future()
-        self.own_seconds, self.own_since = 0.0, asyncio.get_running_loop().time()
+        self.own_seconds = 0.0  # that the program had taken at `own_since`
+        self.restart_clock()
 
     @property
     def unproven_share(self) -> float:
@@ -136,8 +137,21 @@ class Session:
             await asyncio.wait([work], timeout=seconds)  # for its processes to be gone
         return work.result()
 
+    @contextmanager
+    def stopped_clock(self) -> Iterator[None]:
+        """Counts the seconds of the block for nobody."""
+        self.own_seconds, self.waiting = self._spent(), self.waiting + 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+            self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self.own_since = asyncio.get_running_loop().time()
+
     def _spent(self) -> float:
-        """Returns the seconds in which no request was being answered."""
+        """Returns the seconds that the program has taken by itself."""
         return self.own_seconds + (0 if self.waiting else asyncio.get_running_loop().time() - self.own_since)
 
     async def _answer(self, body: ChatBody, messages: list[Message]) -> tuple[ResponseBuilder, Part]:
@@ -220,14 +234,12 @@ class Session:
         return form, part
 
     async def _ask(self, work: Coroutine[Any, Any, Completion]) -> Completion:
-        """Awaits an answer in the policy's event loop, while the program's clock stands still."""
-        loop = asyncio.get_running_loop()
-        self.own_seconds, self.waiting = self._spent(), self.waiting + 1
+        """Returns what `work` does in the policy's event loop; raises EngineError where that is no answer."""
         asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         try:
-            await asyncio.wait([asked, self.over], return_when=asyncio.FIRST_COMPLETED)
+            with self.stopped_clock():
+                await asyncio.wait([asked, self.over], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self.waiting, self.own_since = self.waiting - 1, loop.time()
             asked.cancel()
         if self.over.done():
             raise EngineError("the episode of this session is over")

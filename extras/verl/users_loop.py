@@ -297,7 +297,9 @@ def sample_of(
     for turn, (start, length, done) in enumerate(answers_in(prompt, ids, answers)):
         for at in range(start, start + length):
             if mask[at]:
-                log_probs[at], versions[at] = done.log_probs[at - start], done.weight_version
+                version = done.weight_version
+                versions[at] = version if isinstance(version, int) else version[at - start]
+                log_probs[at] = done.log_probs[at - start]
         turns[start:] = [turn] * (len(ids) - start)
         reason = END_REASON_OF[done.finish_reason] if start + length == len(ids) else "terminated"
     if given is not None and trusted:

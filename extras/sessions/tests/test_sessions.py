@@ -226,6 +226,18 @@ def test_one_program_serves_many_tasks_and_one_that_hangs_holds_up_no_later_one(
     assert until(lambda: not alive(int(last)))
 
 
+def test_tasks_that_wait_for_a_program_that_plays_one_by_one_have_time(tmp_path: Path):
+    program = command(tmp_path, """
+        for line in sys.stdin:
+            task = json.loads(line)
+            time.sleep(0.5)
+            ask(task, task["messages"])
+            post(task["reward_url"], {"reward": 1})
+    """, LIGHT)  # fmt: skip
+    batch = play(settings(program, f"{AGENT}.program_serves=true", f"{AGENT}.program_timeout=3"), prompts(10))
+    assert set(batch.end_reason) == {"terminated"}, batch.failure
+
+
 def test_sixty_four_programs_at_once(tmp_path: Path):
     program = command(tmp_path, """
         row = json.loads(sys.stdin.readline())

@@ -264,10 +264,10 @@ def test_rows_of_what_was_sampled_are_found_wherever_they_stand():
     stranger = Completion(9, [5, 8, 4, 6, 6], [-9.0] * 5, "stop", 9)  # what it answers does not stand there
     answers = [([7, 2], stranger), ([1, 2, 5], Completion(8, [9], [-9.0], "stop", 9)),
                ([1, 2], Completion(0, [5, 6, 7], [-0.5, -0.25, -1.0], "stop", 3)),
-               ([1, 2], Completion(1, [5, 8, 9], [-0.5, -0.75, -2.0], "length", 3)),
+               ([1, 2], Completion(1, [5, 8, 9], [-0.5, -0.75, -2.0], "length", [3, 4, 4])),
                ([1, 2, 5, 8, 4], Completion(2, [6, 6], [-3.0, -4.0], "length", 4))]  # fmt: skip
     sample, reason = sample_of(output([1, 2], [5, 8, 4, 6, 6], [1, 1, 0, 1, 1]), answers, Limits(5, 5), 2)
-    assert sample.log_probs == [-0.5, -0.75, 0.0, -3.0, -4.0] and sample.weight_versions == [3, 3, 0, 4, 4]
+    assert sample.log_probs == [-0.5, -0.75, 0.0, -3.0, -4.0] and sample.weight_versions == [3, 4, 0, 4, 4]
     assert (sample.turns, reason) == ([0, 0, 0, 1, 1], "max_tokens")
     sample, reason = sample_of(output([1, 2], [5, 8, 4, 6, 6], [1, 1, 0, 1, 1]), answers, Limits(3, 5), 2)
     assert (sample.token_ids, reason) == ([5, 8, 4], "max_tokens")
