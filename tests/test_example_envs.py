@@ -17,12 +17,18 @@ from custom.gym.text_env import split_id
 from tests.forked import python
 
 MINIGRID = "examples/minigrid_env.py:"
+CONNECT_FOUR = "examples/pettingzoo_env.py:ConnectFour-v0"
 TICTACTOE = "examples/textarena_env.py:TicTacToe-v0"
 
 
 @pytest.mark.parametrize(
     ("package", "env_id"),
-    [("minigrid", f"{MINIGRID}MiniGrid-Empty-5x5-v0"), ("textarena", TICTACTOE), ("openenv", "openenv:http://x")],
+    [
+        ("minigrid", f"{MINIGRID}MiniGrid-Empty-5x5-v0"),
+        ("textarena", TICTACTOE),
+        ("pettingzoo", CONNECT_FOUR),
+        ("openenv", "openenv:http://x"),
+    ],
 )
 def test_without_its_package_an_example_says_what_to_install(package, env_id):
     program = (
@@ -96,6 +102,23 @@ def test_an_occupied_cell_is_forgiven_once_by_the_games_own_rule():
     first, second = env.step(cell), env.step(cell)
     assert (first[1], first[2]) == (0.0, False) and (second[1], second[2]) == (-1.0, True)
     assert second[4]["end_reason"] == "terminated" and second[4]["success"] is False
+
+
+def test_connect_four_is_won_by_a_column_of_four_and_lost_by_a_full_one():
+    pytest.importorskip("pettingzoo")
+    pytest.importorskip("pygame")
+    env, ends, firsts = make_env(CONNECT_FOUR), {}, set()
+    for seed in range(30):
+        shown, info = env.reset(seed), {"end_reason": None}
+        firsts.add(shown.count("O\n") + shown.count("O."))
+        while info["end_reason"] is None:
+            shown, reward, _, _, info = env.step("column 3")
+        ends[reward] = shown
+        assert info["success"] == (reward == 1.0)
+    assert firsts == {0, 1}  # who begins
+    columns = {reward: "".join(line[3] for line in text.splitlines()[-7:-1]) for reward, text in ends.items()}
+    assert "XXXX" in columns[1.0] and "." not in columns[-1.0] and "XXXX" not in columns[-1.0]
+    assert env.get_state(7) == env.get_state(7)
 
 
 SERVER = """
