@@ -23,12 +23,12 @@ LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; 
 UPDATE_COLUMNS = (*LOSS_COLUMNS, "ref_log_prob", "rollout_log_probs")
 
 
-class WorkerError(MayPass):
+class WorkerError(RuntimeError):
     """A worker in another process failed; the message carries its rank and traceback."""
 
 
-class WorkerLost(WorkerError):
-    """A worker died, or gets no further: it will not answer another call either."""
+class WorkerLost(WorkerError, MayPass):
+    """A worker died, gets no further, or lacks what it waited for: another call would not be answered either."""
 
 
 @dataclass(frozen=True)

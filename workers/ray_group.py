@@ -26,7 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.checks import plural
-from configs.errors import ConfigError, first_line, notice, notice_once, warns_of_close
+from configs.errors import ConfigError, MayPass, first_line, notice, notice_once, warns_of_close
 from configs.extras import find
 from configs.process import VARIABLES, Threads, available_cores, children_apart, memory_and_disk, worker_threads
 from configs.schema import Config, ModelConfig, RunConfig
@@ -190,7 +190,8 @@ class RayPending:
                         raise error.cause from None
                     self._look_for_deaths()
                     text = COLOUR.sub("", str(error))  # it has the worker's traceback, so ours is left out
-                    raise WorkerError(f"worker {self.wait.name(rank)} failed:\n{text}{self._missing(text)}") from None
+                    kind = WorkerLost if WAITED in text or isinstance(error.cause, MayPass) else WorkerError
+                    raise kind(f"worker {self.wait.name(rank)} failed:\n{text}{self._missing(text)}") from None
         return [results[rank] for rank in range(len(self.calls))]
 
     def _busy(self) -> list[int]:
