@@ -35,7 +35,7 @@ IRREGULAR = frozenset((
 CEILINGS = {
     "core lines": 18_490,
     "core files": 82,
-    "product lines": 38_100,
+    "product lines": 38_210,
     "scripts and benchmarks": 2_720,
     "names in training/": 19,
     "names in workers/": 23,
@@ -43,13 +43,13 @@ CEILINGS = {
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 36,
-    "modules with one importer": 45,
+    "modules with one importer": 46,
     "settings": 296,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 38_900,
+    "test lines": 38_970,
 }
 
 

@@ -2,7 +2,8 @@
 
     python -m extras.merge merge --backend fsdp --local_dir outputs/NAME/global_step_N/actor --target_dir MODEL
 
-Any number of workers may have written them. Weights keep the precision that they were trained in.
+Any number of workers may have written them. Weights keep the precision that they were trained in. The folder gets a
+README.md, the model's card. --push_to_hub USER/NAME uploads it, to a private repository unless --no-private is given.
 """
 
 from configs.errors import refusals  # isort: skip
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig
 
+from extras.merge.card import push, write_card
 from training.checkpoint import FILE_ERRORS, read_part, unreadable
 from training.model_shards import MODEL, Shards, check_names, once
 
@@ -92,12 +95,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backend", choices=["fsdp", "megatron"], required=True)
     parser.add_argument("--local_dir", type=Path, required=True, help="actor/ or critic/ of a checkpoint")
     parser.add_argument("--target_dir", type=Path, required=True, help="where the model goes")
+    parser.add_argument("--push_to_hub", "--hf_upload_path", metavar="USER/NAME", help="where to upload the folder")
+    parser.add_argument("--private", action=argparse.BooleanOptionalAction, default=True, help="for you alone")
     arguments = parser.parse_args(argv)
     if arguments.backend == "megatron":
         parser.error(NO_MEGATRON)
     with refusals():
+        if name := arguments.push_to_hub:
+            validate_repo_id(name)
         merge(arguments.local_dir, arguments.target_dir)
-    print(f"from_pretrained loads {arguments.target_dir}.")
+        write_card(arguments.local_dir, arguments.target_dir, name)
+        print(f"from_pretrained loads {arguments.target_dir}; its card is README.md.")
+        if name:
+            print(f"uploaded to {push(arguments.target_dir, name, arguments.private)}")
 
 
 if __name__ == "__main__":

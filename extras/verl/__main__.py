@@ -190,11 +190,11 @@ def read_merger(program: str, arguments: list[str], variables: dict[str, str]) -
         text = f"--{flag} {value}".strip()
         if flag == "backend" and value != "fsdp":
             settings.append(Setting(text, MISSING, "Megatron's checkpoints are not read"))
-        elif flag in ("backend", "local_dir", "target_dir"):
+        elif flag in ("backend", "local_dir", "target_dir", "hf_upload_path", "private"):
             settings.append(Setting(text, WORKS))
-            command += [f"--{flag}", value]
+            command += [f"--{flag}", *[value] * bool(value)]
         else:
-            settings.append(Setting(text, NO_EFFECT, "a checkpoint says what it holds, and nothing is uploaded"))
+            settings.append(Setting(text, NO_EFFECT, "a checkpoint says what it holds"))
     return Reading(program, settings, command, variables)
 
 

@@ -1,10 +1,15 @@
 """A checkpoint's shards, ours and verl's, become a folder for from_pretrained, or are refused by name."""
 
 import json
+import shutil
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+from huggingface_hub import HfApi, ModelCard
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +19,8 @@ from extras.merge.__main__ import merge as merge_folder
 from extras.sharding.fsdp2 import full_tensor
 from extras.sharding.tests.test_model_checkpoint import CPU, EVERYTHING, make_engine, saved_engine, train
 from tests.ranks import Ranks
+from tests.runs import compose
+from training.checkpoint import config_yaml
 from workers.collectives import group_size, rank
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
@@ -49,6 +56,86 @@ def test_our_shards_are_merged_to_the_bit(tiny_model, tmp_path):
     merge(f"merge --backend fsdp --local_dir {tmp_path}/saved --target_dir {tmp_path}/merged".split())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.fixture
+def run(tiny_model, tmp_path) -> Path:
+    """A run's folder with a checkpoint of step 4, whose base model has a card."""
+    base = shutil.copytree(tiny_model, tmp_path / "hub/models--some--base-1b/snapshots/a")
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\nA base.")
+    step = tmp_path / "run/global_step_4"
+    saved_engine(tiny_model, step / "actor", (-1, 1), False)
+    settings = [f"actor_rollout_ref.model.path={base}", "actor_rollout_ref.actor.optim.lr=0.5", "trainer.seed=0"]
+    (step / "config.yaml").write_text(config_yaml(compose(*settings, "env.id=FrozenLake-v1")))
+    record = [(number, {"val-core/maze/acc/mean@1": number / 10} | {"x": 1.0}) for number in range(0, 8, 2)]
+    record.append((5, {"x": 1.0}))
+    lines = [json.dumps({"step": number, "data": data}) for number, data in record]
+    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "run/run.json").write_text(json.dumps({"starts": [{"versions": {"python": "3.0", "torch": "9"}}]}))
+    return step / "actor"
+
+
+def test_a_model_has_a_card_of_its_run(run, tmp_path):
+    merge(f"merge --backend fsdp --local_dir {run} --target_dir {tmp_path}/merged".split())
+    card = ModelCard.load(tmp_path / "merged/README.md")
+    data = card.data.to_dict()
+    assert data["base_model"] == "some/base-1b" and data["license"] == "apache-2.0"
+    assert data["library_name"] == "transformers" and data["pipeline_tag"] == "text-generation"
+    assert data["tags"] == ["nano-verl", "grpo"]
+    rows = ["| 0 | 0 |", "| 2 | 0.2 |", "| 4 | 0.4 |"]
+    assert "| step | val-core/maze/acc/mean@1 |\n|---|---|\n" + "\n".join(rows) + "\n\n## Versions" in card.text
+    assert "| `actor_rollout_ref.actor.optim.lr` | 0.5 |\n" in card.text and "| `trainer.seed` | 0 |\n" in card.text
+    assert "some/base-1b, trained by nano-verl, after 4 steps." in card.text and "python 3.0, torch 9" in card.text
+    assert str(tmp_path) not in card.content
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_model_is_pushed_and_what_the_hub_refuses_is_said_in_one_line(run, tmp_path, monkeypatch, capsys, private):
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"])).decode()
+            asked.append((self.path, body))
+            status, content = 200, {"url": f"{url}/me/model", "name": "me/model", "id": "me/model"}
+            if self.headers["authorization"] != "Bearer good":
+                status, content = 401, {"error": "no token"}
+            elif "preupload" in self.path:
+                files = [{"path": item["path"], "uploadMode": "regular"} for item in json.loads(body)["files"]]
+                content = {"files": [{**file, "shouldIgnore": False} for file in files]}
+            elif "commit" in self.path:
+                content = {"commitUrl": f"{url}/me/model/commit/1", "commitOid": "1", "success": True}
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    url = f"http://127.0.0.1:{server.server_port}"
+    Thread(target=server.serve_forever, daemon=True).start()
+    words = f"merge --backend fsdp --local_dir {run} --push_to_hub me/model".split()
+    words += [] if private else ["--no-private"]
+    monkeypatch.setattr("extras.merge.card.HfApi", partial(HfApi, endpoint=url, token="bad"))
+    with pytest.raises(SystemExit) as stop:
+        merge([*words, "--target_dir", f"{tmp_path}/a"])
+    assert stop.value.code == 2 and "--push_to_hub me/model: " in (error := capsys.readouterr().err)
+    assert f"{tmp_path}/a is whole. Needed: `hf auth login`" in error
+    monkeypatch.setattr("extras.merge.card.HfApi", partial(HfApi, endpoint=url, token="good"))
+    asked.clear()
+    merge([*words, "--target_dir", f"{tmp_path}/b"])
+    assert "uploaded to " in capsys.readouterr().out
+    server.shutdown()
+    server.server_close()
+    made = next(json.loads(body) for path, body in asked if path.endswith("/repos/create"))
+    assert (made.get("private", False) or made.get("visibility") == "private") is private, "as the version spells it"
+    lines = next(body for path, body in asked if "/commit/" in path).splitlines()
+    files = {line["value"]["path"] for line in map(json.loads, lines) if line["key"] == "file"}
+    assert files >= {"README.md", "config.json", "model.safetensors"}
 
 
 def test_matrices_of_lora_are_not_merged_without_the_weights(tiny_model, tmp_path, capsys):
