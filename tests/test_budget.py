@@ -42,7 +42,7 @@ CEILINGS = {
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 36,
+    "modules under 60 lines": 37,
     "modules with one importer": 46,
     "settings": 296,
     "file names in two folders": 12,
