@@ -18,7 +18,7 @@ from data.files import read_metrics
 FIRST_PAUSES = {TEMPORARY: 60.0}  # seconds before a restart, by exit code: a server or a disk takes longer
 SHORT_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # after another end; pauses double until there is a new checkpoint
 POLL = 0.1  # seconds between two looks at the child, and for a signal to reach both processes
-END_SECONDS = 10.0  # for what a dead run has left behind to end by itself
+END_SECONDS = 10.0  # for what a dead run has left behind to end by itself; agents of a dead Ray do not for a minute
 BY_ITSELF = 0  # beside numbers of signals
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -34,10 +34,8 @@ def supervise(config: Any) -> Any:
         if child == 0:
             return with_settings(config, settings)
         code, _, may_pass = watch(child, pipe)
-        if code:
-            end_descendants()
         if not may_pass:
-            end_like(code)
+            end_after(code)
         before, checkpoint = checkpoint, newest_checkpoint(folder)
         ending = f"this run {in_words_of(code)} after step {steps_done(folder)}"
         if checkpoint != before:
@@ -45,15 +43,17 @@ def supervise(config: Any) -> Any:
             in_a_row, pause = 0, 0.0
         elif ending == last:
             notice(f"{ending} again, without a new checkpoint: it is not started again.")
-            end_like(code)
+            end_after(code)
         if in_a_row == most:
             notice(f"{ending}, and was started again trainer.max_restarts={most} times since its last checkpoint.")
-            end_like(code)
+            end_after(code)
         in_a_row, last = in_a_row + 1, ending
         pause = min(2 * pause or FIRST_PAUSES.get(code, SHORT_PAUSE), LONGEST_PAUSE)
         notice(f"{ending}. It is started again in {pause:.0f} s: {in_a_row} of trainer.max_restarts={most}.")
         trainer.restarted.append(code)
-        time.sleep(pause)
+        began = time.monotonic()
+        end_descendants()
+        time.sleep(max(0.0, began + pause - time.monotonic()))
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, int] | None:
@@ -167,6 +167,13 @@ def descendants(ancestor: int) -> list[int]:
 def signal_process(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):  # it has ended
         os.kill(pid, number)
+
+
+def end_after(code: int) -> NoReturn:
+    """Ends what a run has left behind that has ended by `code`, then this process in the same way."""
+    if code:
+        end_descendants()
+    end_like(code)
 
 
 def end_like(code: int) -> NoReturn:

@@ -18,7 +18,7 @@ from tests.runs import ROOT, compose, learning_metrics, short_run, state_files
 PATIENCE = 180  # seconds
 RUN = """
 from extras.restarts import restarts
-restarts.SHORT_PAUSE, restarts.FIRST_PAUSES = 0.1, {75: 0.2}
+restarts.SHORT_PAUSE, restarts.FIRST_PAUSES, restarts.END_SECONDS = 0.1, {75: 0.2}, 2.0
 from main import main
 main()
 """
@@ -174,13 +174,17 @@ def test_a_run_saves_and_ends_when_its_parent_is_killed(start, tmp_path):
     assert (tmp_path / "run/global_step_2").is_dir()
 
 
-def test_what_a_dead_run_leaves_behind_is_ended(start, tmp_path):
+def test_what_a_dead_run_leaves_behind_is_ended_once_that_is_said(start, tmp_path):
+    """As Ray's agents, which do not obey SIGTERM while they wait for a dead server."""
     leave = (
-        f"[Path({str(tmp_path / 'left')!r}).write_text(str(subprocess.Popen(['sleep', '9999'], "
-        "start_new_session=True).pid)), kill()]"
+        f"[Path({str(tmp_path / 'left')!r}).write_text(str(subprocess.Popen(['env', '--ignore-signal=TERM', 'sleep', "
+        "'9999'], start_new_session=True).pid)), kill()]"
     )
-    assert start({"updated 2": leave}).wait(PATIENCE).returncode == 0
-    assert not is_alive(int((tmp_path / "left").read_text()))
+    run = start({"updated 2": leave})
+    until(lambda: "It is started again" in run.said()[1])
+    left = int((tmp_path / "left").read_text())
+    assert is_alive(left)
+    assert run.wait(PATIENCE).returncode == 0 and not is_alive(left)
 
 
 @pytest.mark.slow
