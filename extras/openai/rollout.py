@@ -77,7 +77,7 @@ class OpenAIRollout(AsyncRollout):
         """Hands `weights` over, named as in a checkpoint, tied ones under each of their names; caches are dropped.
 
         Of several workers the first sends them; the others go through them too, as all make those that are sharded.
-        Raises ValueError if there are none, or if they do not get to the server.
+        Raises ValueError if there are none, and as `WeightTransfer.send`.
         """
         super().load_weights(weights, version)
         weights = self._at_least_one(weights)

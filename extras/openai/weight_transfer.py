@@ -80,12 +80,14 @@ class WeightTransfer(ABC):
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Has the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; its caches are dropped.
 
-        Raises ValueError, with the server's words, if they do not get there in time.
+        Raises, with the server's words, ValueError if it refuses them, ServerError if they do not get there in time: it
+        is away, which may pass.
         """
         try:
             self.hand_over(weights, version)
         except (RequestRefused, ServerError) as error:
-            raise ValueError(
+            kind = ServerError if isinstance(error, ServerError) else ValueError
+            raise kind(
                 f"{self.settings.base_url} does not take the actor's weights of version {version} by {KEY}."
                 f"weight_transfer={self.settings.weight_transfer}: {error} {HOW_TO_START}."
             ) from error

@@ -13,6 +13,7 @@ import torch
 
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
+from extras.http.http import ServerError
 from extras.openai import weight_transfer as transfers
 from extras.openai.settings import OpenAISettings, openai_settings
 from extras.openai.tests.fixtures import engine_for
@@ -119,19 +120,20 @@ def test_the_server_reads_them_within_an_update_and_drops_its_caches_after_it(tm
 
 
 @pytest.mark.parametrize(
-    ("route", "answer", "asked", "message"),
+    ("route", "answer", "asked", "kind", "message"),
     [
-        ("update_weights", (400, {"error": "no place for it"}), [START, UPDATE], "version 3 by .*400.*no place for it"),
-        ("start_weight_update", (500, {"error": "active"}), [START], "start_weight_update failed, status 500: .*acti"),
-        ("reset_prefix_cache", (200, {"success": False}), [START, UPDATE, FINISH, RESET], "cache .* still in use"),
+        ("update_weights", (400, {"error": "no place"}), [START, UPDATE], ValueError, "version 3 by .*400.*no place"),
+        ("start_weight_update", (500, {"error": "dead"}), [START], ServerError, "_update failed, status 500: .*dead"),
+        ("reset_prefix_cache", (200, {"success": False}), [START, UPDATE, FINISH, RESET], ServerError, "still in use"),
     ],
 )
-def test_what_a_server_refuses_is_not_tried_again(tmp_path: Path, route: str, answer: tuple, asked, message: str):
+def test_what_a_server_refuses_is_not_tried_again(tmp_path: Path, route: str, answer: tuple, asked, kind, message: str):
+    """…but what may pass is told from what may not, so that trainer.max_restarts tries again."""
     calls = []
     with (
         server_that(calls, **{route: lambda _: answer}) as url,
         sender(url, "shared_memory", tmp_path) as way,
-        pytest.raises(ValueError, match=message),
+        pytest.raises(kind, match=message),
     ):
         way.send(some_weights().items(), 3)
     assert [path for path, _ in calls] == asked and not list(tmp_path.iterdir())
@@ -149,7 +151,7 @@ def test_an_answer_that_does_not_come_ends_the_sync(tmp_path: Path):
         sender(url, "shared_memory", tmp_path, weights_timeout=0.2) as way,
     ):
         try:
-            with pytest.raises(ValueError, match=r"/update_weights gave no answer in 0\.2 seconds"):
+            with pytest.raises(ServerError, match=r"/update_weights gave no answer in 0\.2 seconds"):
                 way.send(some_weights().items(), 1)
         finally:
             over.set()
@@ -270,9 +272,9 @@ def test_a_transfer_that_never_ends_is_given_up(stand_in: None, tmp_path: Path, 
     routes = Receiver().routes() | {"update_weights": lambda _: update}
     if waits == "open_trainer_endpoint":  # which a server's worker would look for, for five minutes
         del routes["init_weight_transfer_engine"]
-    seconds = 60.0 if update[0] == 400 else 1.0
+    seconds, kind = (60.0, ValueError) if update[0] == 400 else (1.0, ServerError)
     with server_that(calls, **routes) as url, sender(url, "nccl", tmp_path, weights_timeout=seconds) as way:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(kind, match=message):
             way.send(some_weights().items(), 5)
         over.set()
     assert FINISH not in [path for path, _ in calls]
@@ -312,7 +314,7 @@ def test_one_server_takes_weights_either_way(
         sync_class()(engine, policy).update(1)
         engine.close()
     engine = engine_for(vllm_address, wide_headed_model, **nccl)
-    with pytest.raises(ValueError, match=r"does not take .* no module or parameter named .nowhere"):
+    with pytest.raises(ServerError, match=r"does not take .* no module or parameter named .nowhere"):
         engine.load_weights([("model.nowhere.weight", torch.zeros(3))], 2)
     engine.close()
     own = ["actor_rollout_ref.rollout.name=openai", f"{OWN}.base_url={vllm_address}", f"{OWN}.api_key='{KEY}'"]
