@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.request import urlopen
 
 from configs.paths import ROOT
 from custom.tiny_model import save_tiny_model
@@ -27,16 +28,18 @@ from extras.restarts.restarts import descendants, steps_done
 from tests.forked import Run
 from tests.runs import learning_metrics, short_run, state_files
 
-STEPS_A_KILL = 8  # more than there are between two
+STEPS_A_KILL = {"raylet": 60}  # more than there are between two; Ray misses a raylet after 18 s
 PATIENCE = 300  # seconds for anything to happen
 STALL = 40  # seconds of silence, more than a start takes
 PORT = 8765
+PAUSES = {"server": 60.0}  # seconds before a restart after exit code 75, by mode: what else is killed is there again
 CHAIN = """
 from extras.restarts import restarts
-restarts.SHORT_PAUSE, restarts.FIRST_PAUSES = 0.1, {75: 1.0}  # a minute for what passes: nothing is away here
+restarts.SHORT_PAUSE, restarts.FIRST_PAUSES = 0.1, {{75: {pause}}}
 from main import main
 main()
 """
+SERVER = "rollout.name=vllm", "server.takes_weights=true", f"server.port={PORT}"
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = [f"{ROLLOUT}.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
 MODES = {
@@ -69,7 +72,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments, and of which worker")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs/kills", help="where the runs go")
     arguments = parser.parse_args()
-    save_tiny_model(arguments.folder / "model", hidden_size=64, layers=2)
+    width = 128 if arguments.mode == "server" else 64  # vLLM takes heads of 32 and more
+    save_tiny_model(arguments.folder / "model", hidden_size=width, layers=2)
     for target in ["server"] if arguments.mode == "server" else arguments.target:
         chain = Chain(arguments.folder, arguments.mode, target, arguments.times, arguments.seed)
         whole = chain.run(f"unbroken_{arguments.mode}_{chain.steps}", kills=0)
@@ -85,7 +89,7 @@ class Chain:
 
     def __init__(self, root: Path, mode: str, target: str, times: int, seed: int) -> None:
         self.root, self.mode, self.target = root, mode, target
-        self.steps, self.draws, self.seconds = STEPS_A_KILL * times + 2, random.Random(seed), []
+        self.steps, self.draws, self.seconds = STEPS_A_KILL.get(target, 8) * times + 2, random.Random(seed), []
         if mode == "server":
             self.serve()
 
@@ -97,7 +101,8 @@ class Chain:
         shutil.rmtree(folder, ignore_errors=True)
         own = [*COMMON, *MODES[self.mode], f"trainer.total_training_steps={self.steps}"]
         own += [f"trainer.stall_timeout={STALL}"] * (self.target == "stop")
-        self.command = Run("-c", CHAIN, "--config-name=frozenlake", *short_run(self.root / "model", folder, *own))
+        text = CHAIN.format(pause=PAUSES.get(self.mode, 1.0))
+        self.command = Run("-c", text, "--config-name=frozenlake", *short_run(self.root / "model", folder, *own))
         for number in range(kills):
             self.kill(in_save=number % 2 == 1)
         done = self.command.wait(PATIENCE)
@@ -106,9 +111,9 @@ class Chain:
         return folder
 
     def serve(self) -> None:
-        """Serves the engine."""
-        self.server = Run("-m", "extras.server", f"model.path={self.root / 'model'}", f"server.port={PORT}")
-        self.until(lambda: "serving" in self.server.said()[0], self.server)
+        """Serves the engine by vLLM's server, which takes weights."""
+        self.server = Run("-m", "extras.server", f"model.path={self.root / 'model'}", *SERVER)
+        self.until(is_served, self.server, pause=1.0)
 
     def kill(self, in_save: bool) -> None:
         """Kills the target after some steps, and waits until the run has ended. Without a new checkpoint, it would not
@@ -124,11 +129,14 @@ class Chain:
         said = self.until(lambda: SAYS.search(self.command.said()[1], before))[0]
         self.seconds.append(time.monotonic() - began)
         ended = self.until(lambda: ENDED.search(self.command.said()[1], before))[0]
-        left = family & {*descendants(self.command.pid)}
         print(f"  in {where} after step {step}: {self.seconds[-1]:5.1f} s: {said[:200]}")
-        print(f"    {time.monotonic() - began:5.1f} s: {ended}; {len(left)} processes left", flush=True)
+        print(f"    {time.monotonic() - began:5.1f} s: {ended}", flush=True)
+        self.until(lambda: not family & {*descendants(self.command.pid)}, pause=0.1)
+        print(f"    {time.monotonic() - began:5.1f} s: no process of it is left", flush=True)
         if self.mode == "server":
+            self.server.wait(PATIENCE)  # it ends without its engine
             self.serve()
+            print(f"    {time.monotonic() - began:5.1f} s: served again", flush=True)
 
     def saves(self) -> bool:
         return any(self.folder.glob(".writing_*"))
@@ -136,18 +144,24 @@ class Chain:
     def victim(self) -> int:
         """Chooses the process that gets the signal."""
         if self.mode == "server":
-            return self.server.pid
+            return next(pid for pid in descendants(self.server.pid) if "EngineCore" in command_of(pid))
         words = TARGETS[self.target]
         found = [pid for pid in sorted(descendants(self.command.pid)) if words in command_of(pid)]
         return self.draws.choice(found) if words else found[0]
 
-    def until(self, condition: Callable[[], Any], run: Run | None = None) -> Any:
+    def until(self, condition: Callable[[], Any], run: Run | None = None, pause: float = 0.005) -> Any:
         """Waits for what `condition` finds, while the run goes on."""
         deadline, run = time.monotonic() + PATIENCE, run or self.command
         while not (found := condition()):
             assert time.monotonic() < deadline and not run.is_over(), "".join(run.said())
-            time.sleep(0.005)
+            time.sleep(pause)
         return found
+
+
+def is_served() -> bool:
+    with suppress(OSError):
+        return bool(urlopen(f"http://127.0.0.1:{PORT}/v1/models").read())
+    return False
 
 
 def command_of(pid: int) -> str:

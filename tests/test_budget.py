@@ -36,7 +36,7 @@ CEILINGS = {
     "core lines": 18_490,
     "core files": 82,
     "product lines": 38_210,
-    "scripts and benchmarks": 2_720,
+    "scripts and benchmarks": 2_735,
     "names in training/": 19,
     "names in workers/": 23,
     "names in data/": 16,
