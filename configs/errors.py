@@ -55,6 +55,10 @@ class ConfigError(ValueError):
         super().__init__(message)
         self.key = key or re.split("[=: ]", message, maxsplit=1)[0]
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns what a notebook shows of it: IPython looks for this method."""
+        return traceback.format_exception(self) if shows_tracebacks() else [f"{type(self).__name__}: {self}"]
+
 
 class MayPass(RuntimeError):
     """An error whose cause may pass, so that the same command may succeed when it is run again."""

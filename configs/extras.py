@@ -90,7 +90,7 @@ TABLE: dict[str, dict[str, str]] = {
         "llama3": "extras.tools.formats:Llama3Parser",
     },
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
-    "report": {"page": "extras.report.__main__:write_report"},
+    "report": {"page": "extras.report.__main__:write_report", "curves": "extras.report.charts:plot_metric"},
     "callback": {  # observers that may ask a run to save or to end, by the setting that asks for them
         "trainer.save_best": "extras.best.best:Best",
         "trainer.early_stop.metric": "extras.best.best:Best",

@@ -6,6 +6,7 @@ A thread that waits for work spins before it sleeps. Without spinning a small mo
 
 import atexit
 import io
+import logging
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import stat
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partialmethod
@@ -77,8 +79,20 @@ def prepare_process() -> None:
     set_environment()
 
 
+def in_notebook() -> bool:
+    """Says whether this process is the kernel of a notebook."""
+    return "ipykernel.zmqshell" in sys.modules
+
+
+def prepare_kernel() -> None:
+    """Prepares the kernel of a notebook before our slow imports, of which two would tell to install ipywidgets."""
+    warnings.filterwarnings("ignore", "IProgress not found")
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    set_environment()
+
+
 def set_environment() -> None:
-    """Sets the variables that the user has not set; for commands, before they load torch."""
+    """Sets the variables that the user has not set; for commands and kernels, before they load torch."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
 
@@ -143,7 +157,8 @@ def end_by(number: int) -> NoReturn:
 
 
 def in_words(number: int) -> str:
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    key = "■" if in_notebook() else "Ctrl-C"
+    return key if number == signal.SIGINT else signal.Signals(number).name
 
 
 def say(text: str) -> None:
@@ -283,3 +298,5 @@ def control_groups(file: str, group: Path, root: Path) -> list[Path]:
 
 
 let_readers_leave()  # here, as every command imports this file first
+if in_notebook():
+    prepare_kernel()

@@ -33,7 +33,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_490,
+    "core lines": 18_560,
     "core files": 82,
     "product lines": 38_210,
     "scripts and benchmarks": 2_735,

@@ -34,6 +34,7 @@ from training.tracking import Result
 
 MODEL, REWARD = "actor_rollout_ref.model", "reward.custom_reward_function"
 FOLDER, NAME = "trainer.default_local_dir", "trainer.experiment_name"
+NEWEST = {"trainer.val_only": True, "trainer.resume_mode": "auto"}  # settings that measure the newest checkpoint
 
 
 @dataclass(eq=False, repr=False)
@@ -90,13 +91,13 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Measures the newest checkpoint on `val_rows`, or on the environment as settings say."""
-        return self._run(self.reward, {"trainer.val_only": True})
+        return self._run(self.reward, NEWEST)
 
     def generate(self, prompts: list) -> list[str]:
         """Answers prompts, texts or messages, by the newest checkpoint; settings under rollout.val_kwargs say how."""
         answers: list[str] = []
         rows = write_rows(prompts, self.folder / "prompts.jsonl")
-        settings = {"trainer.val_only": True, "trainer.log_val_generations": 0, "env.id": None, "env.mode": "step"}
+        settings = {**NEWEST, "trainer.log_val_generations": 0, "env.id": None, "env.mode": "step"}
         settings |= {"data.train_files": None, "data.val_files": rows, "data.filter_overlong_prompts": False}
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             self._run(lambda responses: answers.extend(responses) or [0.0] * len(responses), settings)

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from configs.process import in_notebook
 from configs.schema import TrainerConfig
 from configs.settings import LAST
 from data.protocol import DataProto
@@ -65,7 +66,8 @@ def ended_early(run: Any, signal: str) -> str:
         return f"{text}, which could not be saved: {steps_lost(saved, step)}."
     if lacking := lacks(run.contents):
         return f"{text}, which is saved without {lacking}: it cannot be resumed from."
-    command = "the same command" + " with trainer.resume_mode=auto" * (run.config.trainer.resume_mode != "auto")
+    command = "train()" if in_notebook() else "the same command"
+    command += " with trainer.resume_mode=auto" * (run.config.trainer.resume_mode != "auto")
     return f"{text}, which is saved: {command} goes on from it." if step < total_steps else f"{text}."
 
 

@@ -7,12 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.process import Requests, end_by, in_words
+from configs.process import Requests, end_by, in_notebook, in_words
 from configs.schema import Config
 from configs.settings import LAST
 from data.files import FolderLost, check_is_ours, rewrite
@@ -139,7 +140,8 @@ class Run:
             print(files_left(self.folder, self.saver.newest, self.global_step))
             if ending is not None:
                 print(ended_early(self, in_words(ending)))
-                end_by(ending)
+                if not (in_notebook() and ending == SIGINT):  # there, the cell goes on with what is trained so far
+                    end_by(ending)
             if self.stop_reason:
                 print(self.stop_reason)
         return self.validation

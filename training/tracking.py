@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from configs.errors import ConfigError, latest
 from configs.extras import TABLE, asked_for, find, present
+from configs.process import in_notebook
 from data.files import FolderLost, append, json_line, read_metrics, rewrite
 from data.protocol import DataProto
 from data.types import Observer
@@ -177,7 +178,7 @@ class Record(Observer):
 
 
 class ConsoleLine(Observer):
-    """The numbers that matter: beside a progress bar on a terminal, else as a plain line now and then.
+    """The numbers that matter: beside a progress bar on a terminal and in a notebook, else as a line now and then.
 
     What other code prints in the meantime appears above the bar. A thread tells of a stage that takes long: on a
     terminal by its seconds, in a log by a line after a minute without any.
@@ -195,10 +196,10 @@ class ConsoleLine(Observer):
         self.thread = threading.Thread(target=self._tell_of_stages, daemon=True)
 
     def started(self, step: int) -> None:
-        console = Console()
-        if sys.stdout.isatty() and console.is_interactive:
-            columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
-            self.progress = Progress(*columns, console=console, auto_refresh=False)
+        console, columns = Console(), (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
+        if in_notebook() or (sys.stdout.isatty() and console.is_interactive):
+            kind = CellProgress if in_notebook() else Progress
+            self.progress = kind(*columns, console=console, auto_refresh=False)
             self.task = self.progress.add_task("", total=self.run.total_steps, completed=step)
             atexit.register(self.progress.stop)  # a bar that is never closed would leave the cursor hidden
         self.thread.start()
@@ -257,6 +258,29 @@ class ConsoleLine(Observer):
             yield f"eta {short_duration(seconds)}"
 
 
+class CellProgress(Progress):
+    """A progress bar in the cell of a notebook, as one line that changes: rich's own needs ipywidgets."""
+
+    line: Any = None
+
+    def start(self) -> None:
+        """Shows nothing: the first `refresh` with a description does."""
+
+    def refresh(self) -> None:
+        from IPython.display import DisplayHandle  # a package of the kernel
+
+        [task] = self.tasks
+        if not task.description:
+            return
+        bar = f'<progress value="{task.completed}" max="{task.total}"></progress>'
+        data = {"text/plain": task.description, "text/html": f"{bar} <code>{escape(task.description)}</code>"}
+        if self.line is None:
+            self.line = DisplayHandle()
+            self.line.display(data, raw=True)
+        else:
+            self.line.update(data, raw=True)
+
+
 def present_stage() -> tuple[str, float]:
     """Returns the outermost stage of the present step, in words, and the seconds that it has run so far."""
     stages = [(name, began) for name, began in stages_begun.copy().items() if name != "step"]
@@ -308,6 +332,13 @@ class Page(type(Path())):
         return f'<iframe srcdoc="{escape(self.read_text())}" width="100%" height="600"></iframe>'
 
 
+class Picture(type(Path())):
+    """The path of a picture, which a notebook shows."""
+
+    def _repr_png_(self) -> bytes:
+        return self.read_bytes()
+
+
 @dataclass(frozen=True)
 class Result:
     """Reads what a run has left in its folder; `validation` are the metrics of its last validation."""
@@ -326,3 +357,9 @@ class Result:
     def report(self) -> Page:
         """Writes the report of the run."""
         return Page(find("report", "page")([self.folder]))
+
+    def curves(self, *names: str) -> Picture:
+        """Draws metrics over the steps, each by its name."""
+        picture = Picture(self.folder / "curves.png")
+        find("report", "curves")(self.folder / METRICS_FILE, names, picture)
+        return picture
