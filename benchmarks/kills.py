@@ -32,7 +32,7 @@ STEPS_A_KILL = {"raylet": 60}  # more than there are between two; Ray misses a r
 PATIENCE = 300  # seconds for anything to happen
 STALL = 40  # seconds of silence, more than a start takes
 PORT = 8765
-PAUSES = {"server": 60.0}  # seconds before a restart after exit code 75, by mode: what else is killed is there again
+PAUSES = {"server": 20.0}  # seconds before a restart after exit code 75, by mode: what else is killed is there again
 CHAIN = """
 from extras.restarts import restarts
 restarts.SHORT_PAUSE, restarts.FIRST_PAUSES = 0.1, {{75: {pause}}}

@@ -41,7 +41,7 @@ def supervise(config: Any) -> Any:
         if checkpoint != before:
             settings = {"trainer.resume_mode": "auto", "trainer.resume_from_path": None}
             in_a_row, pause = 0, 0.0
-        elif ending == last:
+        elif ending == last and code != TEMPORARY:  # a server may take longer than the first pause
             notice(f"{ending} again, without a new checkpoint: it is not started again.")
             end_after(code)
         if in_a_row == most:
