@@ -15,11 +15,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import uvicorn
-from fastapi import Body, FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
+from pydantic import BaseModel
 
 from data.concurrency import start_loop
 from data.types import check_reward
@@ -79,6 +80,12 @@ class Host:
             self.warden.flush()
 
 
+class RewardBody(BaseModel):
+    """POST /s/ID/reward; null: the run's reward scores the last row."""
+
+    reward: float | None
+
+
 def build_app(sessions: dict[str, Session]) -> FastAPI:
     """Returns the API of all sessions as an ASGI application."""
     app = bare_app()
@@ -98,8 +105,8 @@ def build_app(sessions: dict[str, Session]) -> FastAPI:
         return await session_of(key).respond(body, request)
 
     @app.post("/s/{key}/reward")
-    async def reward(key: str, reward: Annotated[float | None, Body(embed=True)]) -> Json:
-        session = session_of(key)
+    async def reward(key: str, body: RewardBody) -> Json:
+        session, reward = session_of(key), body.reward
         try:
             check_reward(reward or 0.0)
         except ValueError as error:

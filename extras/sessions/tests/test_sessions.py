@@ -200,7 +200,7 @@ def test_one_program_serves_many_tasks_and_one_that_hangs_holds_up_no_later_one(
                 os._exit(3)
             if task["kind"] != "hangs":
                 time.sleep(0.3)
-                post(task["reward_url"], {"reward": os.getpid()})
+                post(task["reward_url"], {"reward": None if task["kind"] == "leaves it to the run" else os.getpid()})
         for line in sys.stdin:
             Thread(target=play, args=[json.loads(line)], daemon=True).start()
     """, LIGHT)  # fmt: skip
@@ -214,8 +214,8 @@ def test_one_program_serves_many_tasks_and_one_that_hangs_holds_up_no_later_one(
 
     _, pids, _ = of(*["fine"] * 30)
     assert len(set(pids)) == 1 and of("fine")[1] == pids[:1]  # for all, and in the next step too
-    ends, rewards, _ = of("fine", "hangs")
-    assert ends == ["terminated", "timeout"] and rewards[0] == pids[0]
+    ends, rewards, _ = of("fine", "leaves it to the run", "hangs")
+    assert ends == ["terminated", "terminated", "timeout"] and rewards[:2] == [pids[0], None]
     [other] = of("fine")[1]
     assert other != pids[0] and not alive(int(pids[0]))
     ends, _, failures = of("dies")
