@@ -22,6 +22,7 @@ pytest_plugins = [  # fixtures of an extra that tests of others use too
 ]
 
 NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which they are not collected
+    "tests/test_example_agents.py": ("sessions", "tools"),
     "tests/test_docs.py": ("report", "sft", "rollout_correction"),
     "tests/test_make_gpu.py": ("kernels", "report"),
     "tests/test_multiturn.py": ("report", "sft"),
