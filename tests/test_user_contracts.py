@@ -486,7 +486,7 @@ def test_a_python_function_as_a_tool_with_a_format_and_a_reward_of_the_users(des
 
 # Missing
 
-MISSING_NAMES = ("GRPOTrainer", "PPOTrainer", "TrainingConfig", "RolloutWorker", "TrainerWorker")  # the Python face
+MISSING_NAMES = ("RolloutWorker", "TrainerWorker")
 
 
 def test_what_is_missing_in_python_is_absent():
