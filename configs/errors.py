@@ -125,12 +125,14 @@ def warns_of_close(what: str) -> Iterator[None]:
 
 
 def users_line(error: BaseException) -> str | None:
-    """Returns file:line of the user's code nearest to the first cause of `error`; None if no such code was called."""
+    """Returns file:line of the user's code nearest to the first cause of `error`, or a line of its cell, or None."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     for cause in reversed(chain):
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            if Path(frame.filename).parent.name.startswith("ipykernel_"):
+                return f"line {frame.lineno} of its cell"
             if is_users(frame.filename) and (frame.filename, frame.name) not in ENTRANCES:
                 return f"{frame.filename}:{frame.lineno}"
     return None

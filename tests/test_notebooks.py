@@ -159,8 +159,21 @@ def test_a_second_stop_ends_the_cell_at_once(kernel, copy, tiny_model):
     kernel.run("1 + 1")
 
 
-def test_a_mistake_is_one_line_in_a_notebook(kernel, tiny_model):
+MISTAKES = {
+    "setting": ("trainer.settings['trainer.sed'] = 1; trainer.train()", "trainer.sed"),
+    "form": ("trainer.reward = lambda text: 1.0; trainer.train()", "none of the known forms"),
+    "reward": (
+        "def broken(response):\n    return respones\n\ntrainer.reward = broken; trainer.train()",
+        "line 2 of its cell",
+    ),
+}
+
+
+def test_a_mistake_is_one_line_in_a_notebook_and_an_error_names_the_line_of_its_cell(kernel, tiny_model):
     kernel.run(TRAINER.format(root=str(ROOT), model=str(tiny_model), executor="local"))
-    status, shown = kernel.finish(kernel.start("trainer.settings['trainer.sed'] = 1; trainer.train()"))
-    [error] = [message for message in shown if message["type"] == "error"]
-    assert status == "error" and len(error["traceback"]) == 1 and "trainer.sed" in error["traceback"][0]
+    for name, (cell, said) in MISTAKES.items():
+        status, shown = kernel.finish(kernel.start(cell))
+        [error] = [message for message in shown if message["type"] == "error"]
+        assert status == "error" and said in error["evalue"]
+        assert name == "reward" or len(error["traceback"]) == 1
+        kernel.run("trainer.settings.pop('trainer.sed', None)")

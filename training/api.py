@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, is_on_purpose
 from configs.import_utils import split_object
 from configs.loader import compose
 from configs.schema import Config
@@ -117,8 +117,13 @@ class Trainer:
         settings = {**self._given(reward), **self.settings, **more}
         config = compose("ppo_trainer", [as_override(*item) for item in settings.items()])
         self._check(config, reward)
-        with process_as_before():
-            return run(config, reward=reward if callable(reward) else None)
+        try:
+            with process_as_before():
+                return run(config, reward=reward if callable(reward) else None)
+        except ValueError as error:
+            if isinstance(error, ConfigError) or not is_on_purpose(error):
+                raise
+            raise ConfigError(str(error)) from error  # a mistake, which a notebook shows without its traceback
 
     def _check(self, config: Config, reward: Callable | str | None) -> None:
         trainer, contents = config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents

@@ -28,7 +28,7 @@ FORMS = (
     "compute_score(data_sources, solution_strs, ground_truths, extra_infos) for a whole batch in lists, "
     "reward(prompts, completions, **columns) of TRL, in lists too, "
     "compute_reward(data, tokenizer=None) for one in a DataProto, or "
-    "compute_reward(prompt, response, ground_truth)"
+    "compute_reward(prompt, response, ground_truth) with those of the three that it needs"
 )
 # What a function of one response may name, and the column of the view that holds it. The first four are verl's.
 ARGUMENTS = {

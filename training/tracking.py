@@ -359,7 +359,7 @@ class Result:
         return Page(find("report", "page")([self.folder]))
 
     def curves(self, *names: str) -> Picture:
-        """Draws metrics over the steps, each by its name."""
+        """Draws metrics over the steps, each by its name; without names, the mean reward."""
         picture = Picture(self.folder / "curves.png")
-        find("report", "curves")(self.folder / METRICS_FILE, names, picture)
+        find("report", "curves")(self.folder / METRICS_FILE, names or ["critic/score/mean"], picture)
         return picture
