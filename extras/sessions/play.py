@@ -19,7 +19,7 @@ from data.chat import ChatFormat, as_messages
 from data.tool_parsers import ToolParser, read_json
 from data.types import END_REASON_OF, Row, Sample, check_reward
 from extras.server.bodies import Json
-from extras.sessions.host import Host, Running, host_of, program_environment
+from extras.sessions.host import Host, Running, host_of, last_lines, program_environment
 from extras.sessions.session import Session, Speech
 from extras.sessions.settings import FUNCTION
 from training.environment import AGENT_KEY, PROGRAM, Agent
@@ -55,12 +55,13 @@ class Program(Agent):
         with session.stopped_clock():
             await slots(KEY).acquire()  # each has a process, or a thread
         try:
-            return reward_in(await (in_thread(call) if callable(self.cls) else self._run(host, task)), session)
+            return reward_in(await (in_thread(call) if callable(self.cls) else self._run(host, task, session)), session)
         finally:
             slots(KEY).release()
 
-    async def _run(self, host: Host, task: Json) -> str:
+    async def _run(self, host: Host, task: Json, session: Session) -> str:
         running = await Running.start(host, self.cls, task)
+        session.errors = running.errors
         try:
             running.tell(task)
             running.process.stdin.close()
@@ -76,6 +77,7 @@ class Program(Agent):
                 self.serving = await Running.start(host, self.cls, task)
                 self.started.append(self.serving)
         running = self.serving
+        session.errors = running.errors
         running.sessions.add(session)
         running.tell(task)
         try:
@@ -138,7 +140,8 @@ class ProgramEpisode(UsersEpisode):
             failure = EpisodeFailed("aborted", session.aborted)
         is_full = bool(session.refusal and session.rows)
         if failure is not None and not (is_full and failure.end_reason == "env_error"):
-            text = f"{KEY}={self.rollout.agent.program}: {failure}"
+            said = last_lines(session.errors, 3) if failure.end_reason == "timeout" else ""
+            text = f"{KEY}={self.rollout.agent.program}: {failure}{said and f'; its last lines: {said}'}"
             return finish_samples(samples, failure.end_reason, {BROUGHT: 0.0}, session.requests, text)
         reason = "context_full" if is_full else END_REASON_OF[session.rows[-1].ends[-1].finish_reason]
         metrics = {"unproven": session.unproven_share, "rows": len(samples)}

@@ -91,6 +91,7 @@ class Session:
         rows: in the order of their last answers.
         requests: so far.
         refusal: of a request that had no room for an answer; `aborted`: what the engine did not answer.
+        errors: the end of the program's stderr.
         reward: what the program has posted.
         over: is done when the episode is.
     """
@@ -101,6 +102,7 @@ class Session:
         self.answers: set[str] = set()
         self.requests = self.waiting = self.claimed = self.unproven = 0
         self.refusal = self.aborted = ""
+        self.errors = bytearray()
         self.reward: asyncio.Future[float | None] = asyncio.Future()
         self.over: asyncio.Future[None] = asyncio.Future()
         self.own_seconds = 0.0  # that the program had taken at `own_since`

@@ -191,16 +191,17 @@ def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path)
     assert long[3] in ("<|user|>x<|end|><|assistant|>", "<|user|>y<|end|><|assistant|>")
 
 
-def test_one_program_serves_many_tasks_and_one_that_hangs_holds_up_no_later_one(tmp_path: Path):
+def test_one_program_serves_many_tasks_and_one_that_is_lost_holds_up_no_later_one(tmp_path: Path):
     program = command(tmp_path, """
         from threading import Thread
         def play(task):
             ask(task, task["messages"])
             if task["kind"] == "dies":
                 os._exit(3)
-            if task["kind"] != "hangs":
-                time.sleep(0.3)
-                post(task["reward_url"], {"reward": None if task["kind"] == "leaves it to the run" else os.getpid()})
+            if task["kind"] == "raises":
+                raise OSError("lost its way")
+            time.sleep(0.3)
+            post(task["reward_url"], {"reward": None if task["kind"] == "leaves it to the run" else os.getpid()})
         for line in sys.stdin:
             Thread(target=play, args=[json.loads(line)], daemon=True).start()
     """, LIGHT)  # fmt: skip
@@ -214,8 +215,9 @@ def test_one_program_serves_many_tasks_and_one_that_hangs_holds_up_no_later_one(
 
     _, pids, _ = of(*["fine"] * 30)
     assert len(set(pids)) == 1 and of("fine")[1] == pids[:1]  # for all, and in the next step too
-    ends, rewards, _ = of("fine", "leaves it to the run", "hangs")
+    ends, rewards, failures = of("fine", "leaves it to the run", "raises")
     assert ends == ["terminated", "terminated", "timeout"] and rewards[:2] == [pids[0], None]
+    assert "lost its way" in failures[2]
     [other] = of("fine")[1]
     assert other != pids[0] and not alive(int(pids[0]))
     ends, _, failures = of("dies")
