@@ -28,7 +28,7 @@ from extras.restarts.restarts import descendants, steps_done
 from tests.forked import Run
 from tests.runs import learning_metrics, short_run, state_files
 
-STEPS_A_KILL = {"raylet": 60}  # more than there are between two; Ray misses a raylet after 18 s
+STEPS_A_KILL = {"raylet": 60, "gcs": 200}  # more than there are between two; Ray misses these after 18 and 60 s
 PATIENCE = 300  # seconds for anything to happen
 STALL = 40  # seconds of silence, more than a start takes
 PORT = 8765
