@@ -101,8 +101,9 @@ class Chain:
         shutil.rmtree(folder, ignore_errors=True)
         own = [*COMMON, *MODES[self.mode], f"trainer.total_training_steps={self.steps}"]
         own += [f"trainer.stall_timeout={STALL}"] * (self.target == "stop")
-        text = CHAIN.format(pause=PAUSES.get(self.mode, 1.0))
-        self.command = Run("-c", text, "--config-name=frozenlake", *short_run(self.root / "model", folder, *own))
+        text, apart = CHAIN.format(pause=PAUSES.get(self.mode, 1.0)), {**os.environ, "RAY_ADDRESS": "local"}
+        settings = "--config-name=frozenlake", *short_run(self.root / "model", folder, *own)
+        self.command = Run("-c", text, *settings, env=apart)  # not in somebody's cluster, which may be gone
         for number in range(kills):
             self.kill(in_save=number % 2 == 1)
         done = self.command.wait(PATIENCE)
