@@ -1,5 +1,6 @@
 """Completes settings in bash when Tab is pressed: eval "$(python -m extras.completion)"."""
 
+import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -26,7 +27,7 @@ complete -o nospace -F complete_settings python python3"""
 
 def settings(section: Any, prefix: str = "") -> Iterator[str]:
     """Yields `key=` for each setting of a section, and `key=value` for values that can be listed."""
-    for item in fields(section):
+    for item in (item for item in fields(section) if "free" not in item.metadata):  # which keep a user's keys
         key, value = f"{prefix}{item.name}", getattr(section, item.name)
         if is_dataclass(value):
             yield from settings(value, f"{key}.")
@@ -43,4 +44,5 @@ def script() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(script())
