@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from data.tools import FunctionTool
-from tests.test_agent_loop import TOKENIZER, Scripted, counting, played, row_text
+from tests.engines import Scripted
+from tests.episodes import TOKENIZER, counting, played, row_text
 
 
 @pytest.fixture
