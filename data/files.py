@@ -107,6 +107,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return entries
 
 
+def headline_means(data: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of a validation whose mean sums it up: its loss, or a mean of each source; {}: none was."""
+    if "val/loss" in data:
+        return {"val/loss": data["val/loss"]}
+    return {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
+
+
 def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _to_json(item) for name, item in value.items()}

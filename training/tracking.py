@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from configs.errors import ConfigError, latest
 from configs.extras import TABLE, asked_for, find, present
 from configs.process import in_notebook
-from data.files import FolderLost, append, json_line, read_metrics, rewrite
+from data.files import FolderLost, append, headline_means, json_line, read_metrics, rewrite
 from data.protocol import DataProto
 from data.types import Observer
 from training.metric_utils import stages_begun, timer
@@ -303,13 +303,6 @@ def validation_headline(data: Mapping[str, float]) -> str | None:
     metrics = "/".join(IN_WORDS.get(name, name) for name in names)
     several = f" (mean of {len(means)} sources)" if len(means) > 1 else ""
     return f"validation {metrics} {short_number(mean(means.values()))}{several}"
-
-
-def headline_means(data: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a validation whose mean sums it up: its loss, or a mean of each source; {}: none was."""
-    if "val/loss" in data:
-        return {"val/loss": data["val/loss"]}
-    return {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
 
 
 def short_number(value: float, digits: int = 2) -> str:

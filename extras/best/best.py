@@ -9,12 +9,12 @@ from statistics import mean
 from typing import Any
 
 from configs.errors import ConfigError
-from data.files import read_metrics
+from data.files import headline_means, read_metrics
 from data.protocol import DataProto
 from data.types import Observer
 from extras.best.settings import HEADLINE
 from training.checkpoint import saved_steps
-from training.tracking import METRICS_FILE, headline_means, short_number
+from training.tracking import METRICS_FILE, short_number
 
 LINK = "best"
 

@@ -12,9 +12,9 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 
 from configs.paths import find_path
-from data.files import read_metrics
+from data.files import headline_means, read_metrics
 from training.checkpoint import CONFIG_FILE, FILE_ERRORS, settings_of
-from training.tracking import METRICS_FILE, headline_means
+from training.tracking import METRICS_FILE
 
 TEMPLATE = Path(__file__).with_name("card.md")
 ROWS = 12  # of the table of validations

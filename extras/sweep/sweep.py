@@ -28,7 +28,7 @@ from configs.extras import is_here
 from configs.loader import Arguments, options
 from configs.paths import ROOT
 from configs.settings import safe_settings, with_settings
-from data.files import read_metrics, replacing
+from data.files import headline_means, read_metrics, replacing
 from extras.restarts import restarts
 
 DONE, DONE_BEFORE = "finished", "skipped: finished before"
@@ -217,17 +217,12 @@ def figures(folder: Path) -> list[str]:
     """Returns the last and the best validation in a run's record, its steps and its minutes."""
     entries = read_metrics(folder / "metrics.jsonl")
     steps, data = (entries[-1]["step"], entries[-1]["data"]) if entries else (0, {})
-    losses = [loss for entry in entries if (loss := entry["data"].get("val/loss")) is not None]
-    scores = losses or [fmean(means) for entry in entries if (means := means_of(entry["data"]))]
-    ends = [scores[-1], min(losses) if losses else max(scores)] if scores else []
+    validations = [means for entry in entries if (means := headline_means(entry["data"]))]
+    scores = [fmean(values) for means in validations if (values := [v for v in means.values() if v is not None])]
+    best = min if any("val/loss" in means for means in validations) else max
+    ends = [scores[-1], best(scores)] if scores else []
     minutes = data.get("training/seconds", 0.0) / 60
     return [*(f"{score:.4g}" for score in ends), *["-"] * (2 - len(ends)), str(steps), f"{minutes:.1f}"]
-
-
-def means_of(data: Mapping[str, float | None]) -> list[float]:
-    """Returns what a validation among the metrics of a step has found, one for each source of data."""
-    names = (name for name in data if name.startswith("val-core/") and "/mean@" in name)
-    return [value for name in names if (value := data[name]) is not None]
 
 
 def write_report(folders: Sequence[Path]) -> None:
