@@ -35,8 +35,8 @@ IRREGULAR = frozenset((
 CEILINGS = {
     "core lines": 18_560,
     "core files": 82,
-    "product lines": 38_010,
-    "scripts and benchmarks": 2_735,
+    "product lines": 38_400,
+    "scripts and benchmarks": 3_400,
     "names in training/": 19,
     "names in workers/": 23,
     "names in data/": 16,
@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 38_840,
+    "test lines": 40_200,
 }
 
 
