@@ -116,6 +116,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("rules", "sandbox"),
     ("scorers", "processes"),
     ("server", "standalone"),
+    ("sessions", "sandbox"),
     ("sessions", "server"),
     ("sglang", "openai"),
     ("sweep", "restarts"),

@@ -44,7 +44,7 @@ CEILINGS = {
     "names in custom/": 4,
     "modules under 60 lines": 37,
     "modules with one importer": 46,
-    "settings": 296,
+    "settings": 297,
     "file names in two folders": 12,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,

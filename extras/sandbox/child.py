@@ -1,4 +1,5 @@
-"""The program of a sandbox's process: it sets fences, which nothing can take down again, and runs the policy's code.
+"""The program of a sandbox's process: it sets fences, which nothing can take down again, and runs the policy's code,
+or becomes a user's command, which reaches one server and nothing else.
 
 run.py starts it by its path, as a script of the standard library alone. Each fence is tried; what the system has is
 reported through the pipe `ready`. The order matters: mounts need rights that are then given up, and the filter of
@@ -19,7 +20,8 @@ from typing import Any
 
 COMPILE_ERROR = 65  # the exit status of a program that is none
 OPEN = "open"  # the first word of a sandbox that is
-MOST_FILES, MOST_THREADS = 256, 64
+MOST_FILES, MOST_THREADS, MOST_OPEN = 256, 64, 64
+MORE = 16  # times as many threads and open files for a command, which may play many tasks at once
 NAMESPACES, CAPABILITIES, LANDLOCK, SECCOMP = "namespaces", "no capabilities", "Landlock", "seccomp"
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 22, 24, 38, 47
@@ -41,6 +43,8 @@ READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/nix", "/gnu", "/sys/devices/sy
 # The filter of system calls: their numbers for x86_64 and for aarch64, which has fewer.
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 STARTS = "fork 57 -, vfork 58 -, execve 59 221"
+CONNECTS = "bind 49 200, listen 50 201, connect 42 203, accept 43 202, accept4 288 242"
+GROUPS = "setsid 112 157, setpgid 109 154, tkill 200 130"
 REFUSED = """
 execveat 322 281, ptrace 101 117, process_vm_readv 310 270,
 process_vm_writev 311 271, kcmp 312 272, unshare 272 97, setns 308 268, mount 165 40, umount2 166 39,
@@ -48,12 +52,11 @@ pivot_root 155 41, chroot 161 51, init_module 175 105, finit_module 313 273, del
 kexec_file_load 320 294, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, keyctl 250 219, add_key 248 217,
 request_key 249 218, open_by_handle_at 304 265, quotactl 179 60, syslog 103 116, personality 135 92, modify_ldt 154 -,
 fanotify_init 300 262, inotify_init 253 -, inotify_init1 294 26, move_pages 279 239, migrate_pages 256 238,
-tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, setsid 112 157, setpgid 109 154, setuid 105 146,
-setgid 106 144, setreuid 113 145, setregid 114 143, setresuid 117 147, setresgid 119 149, setfsuid 122 151,
-setfsgid 123 152, setgroups 116 159, sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
-sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30, socket 41 198, bind 49 200, listen 50 201,
-connect 42 203, accept 43 202, accept4 288 242, memfd_create 319 279, shmget 29 194, shmat 30 196, shmctl 31 195,
-semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
+rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, setuid 105 146, setgid 106 144, setreuid 113 145,
+setregid 114 143, setresuid 117 147, setresgid 119 149, setfsuid 122 151, setfsgid 123 152, setgroups 116 159,
+sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274,
+setpriority 141 140, ioprio_set 251 30, memfd_create 319 279, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190,
+semop 65 193, semctl 66 191, semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
 msgctl 71 187, mq_open 240 180, mq_unlink 241 181, io_setup 206 0"""
 CHANGES = """
 chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -,
@@ -61,7 +64,8 @@ utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6
 lremovexattr 198 15, fremovexattr 199 16, truncate 76 45"""  # which Landlock does not see
 NEW_FROM = 424  # calls from here on have one number everywhere; of these, and of those to come, some are allowed
 NEW_ALLOWED = (436, 439, 441, 449, 454, 455, 456, 462)  # close_range, faccessat2, epoll_pwait2, futexes, mseal
-CLONE_THREAD, CLONE_NEW, AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1 << 16, 0x7E020000, 1, 1, 0xF
+CLONE_THREAD, CLONE_NEW, AF_UNIX, AF_INET, SOCK_STREAM, SOCK_TYPE = 1 << 16, 0x7E020000, 1, 2, 1, 0xF
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 SET_OWNERS = (8, 10, 15)  # of fcntl: to whom a descriptor sends signals, and which
 TERMINALS = (0x5412, 0x541C, 0x540E, 0x8901, 0x8902)  # of ioctl: keys typed into a terminal, and owners, as above
 LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # instructions of a filter
@@ -79,16 +83,27 @@ Instruction = tuple[int, int, int, int]
 
 
 def main() -> None:
-    sources, ready, seconds, memory_mb, files_mb, processes, anyway, *lengths = map(int, sys.argv[2:])
-    readable = tuple(filter(None, sys.argv[1].split(os.pathsep)))
-    fences = set_fences(ready, (seconds, memory_mb << 20, files_mb << 20), readable, bool(processes))
-    is_open = not is_closed(fences)
+    ready, seconds, memory_mb, files_mb, processes, anyway, port = map(int, sys.argv[2:9])
+    readable, limits = tuple(filter(None, sys.argv[1].split(os.pathsep))), (seconds, memory_mb << 20, files_mb << 20)
+    fences, listener = set_fences(ready, limits, readable, bool(processes), port)
+    is_open = not is_closed(fences) or (port > 0 and listener is None)
     if is_open:  # mistakes at least are kept in
         sys.addaudithook(make_hook(os.path.realpath(".")))
-    os.write(ready, ", ".join([OPEN if is_open else "closed", *fences]).encode())
+    word = ", ".join([OPEN if is_open else "closed", *fences]).encode()
+    if listener is None:
+        os.write(ready, word)
+    else:
+        import socket
+
+        socket.send_fds(socket.socket(fileno=os.dup(ready)), [word], [listener.detach()])
     os.close(ready)  # the clock starts
     if is_open and not anyway:
         sys.exit()
+    if port:
+        folder, *words = sys.argv[9:]
+        os.chdir(folder)
+        os.execvp(words[0], words)
+    sources, *lengths = map(int, sys.argv[9:])
     sys.argv = ["sandbox"]
     run_sources(sources, lengths)
 
@@ -114,32 +129,49 @@ def is_closed(fences: list[str]) -> bool:
     return SECCOMP in fences and (NAMESPACES in fences or LANDLOCK in fences)
 
 
-def set_fences(ready: int, limits: tuple[int, int, int], readable: tuple[str, ...], processes: bool) -> list[str]:
-    """Sets all fences that the system has; returns their names. Arguments are those of `run_python`."""
+def set_fences(
+    ready: int, limits: tuple[int, int, int], readable: tuple[str, ...], processes: bool, port: int
+) -> tuple[list[str], Any]:
+    """Sets all fences that the system has; returns their names, and the socket of `listen` if there is a `port`.
+    Arguments are those of `run_python`."""
     if sys.platform != "linux":
         set_limits(*limits)
-        return []
+        return [], None
     die_with_parent()
     with suppress(OSError):
         count_alone()
-    fences, ids = [], {"uid_map": os.geteuid(), "gid_map": os.getegid()}
+    fences, listener, ids = [], None, {"uid_map": os.geteuid(), "gid_map": os.getegid()}
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC) == 0:
         with suppress(OSError):
             keep_user(ids)
             make_rest_read_only(os.getcwd(), limits[2] >> 20)
+            listener = listen(port) if port else None
             fences.append(NAMESPACES)
         become_first_process(ready)
-    set_limits(*limits)
+    connects = listener is not None
+    set_limits(*limits, MORE if connects else 1)
     refused = [*calls(REFUSED), *([] if fences else calls(CHANGES)), *([] if processes else calls(STARTS))]
+    refused += [] if connects else calls(f"{CONNECTS}, {GROUPS}")
     for name, fence in (
         (CAPABILITIES, drop_capabilities),
         (LANDLOCK, lambda: restrict_files(readable, processes, NAMESPACES in fences)),
-        (SECCOMP, lambda: filter_calls(refused, processes)),
+        (SECCOMP, lambda: filter_calls(refused, processes, connects)),
     ):
         with suppress(OSError):
             fence()
             fences.append(name)
-    return fences
+    return fences, listener
+
+
+def listen(port: int) -> Any:
+    """Opens a port of this namespace's own loopback, whose other end is given to the process that started this one: the
+    only network that there is, as a socket stays in the namespace that it was made in."""
+    import fcntl  # of commands alone: they take time to import
+    import socket
+
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+    return socket.create_server(("127.0.0.1", port), backlog=1024)
 
 
 def die_with_parent() -> None:
@@ -202,23 +234,25 @@ def become_first_process(ready: int) -> None:
     os._exit(status)
 
 
-def set_limits(seconds: int, memory: int, size: int) -> None:
-    """Limits computing, bytes of memory and bytes of a file, its output too, for good."""
+def set_limits(seconds: int, memory: int, size: int, more: int = 1) -> None:
+    """Limits computing, bytes of memory and bytes of a file, its output too, for good; threads and open files to `more`
+    times those of a small program."""
     for kind, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size),
-        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, most_processes()),
+        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, more * MOST_OPEN),
+        (resource.RLIMIT_NPROC, most_processes(more * MOST_THREADS)),
     ):  # fmt: skip
         allowed = resource.getrlimit(kind)[1]  # whoever started this may be limited already
         most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
         resource.setrlimit(kind, (most, most))
 
 
-def most_processes() -> int:
-    """Returns how many threads this user may have, with those that run already: the kernel counts them all."""
+def most_processes(own: int) -> int:
+    """Returns how many threads this user may have with `own`, and those that run: the kernel counts them all."""
     if os.getuid() != os.geteuid():  # `count_alone`
-        return MOST_THREADS
+        return own
     with suppress(OSError), open("/proc/loadavg") as file:
-        return int(file.read().split()[3].split("/")[1]) + MOST_THREADS
+        return int(file.read().split()[3].split("/")[1]) + own
     return 0
 
 
@@ -260,24 +294,26 @@ def calls(table: str) -> list[int]:
     return [int(number) for number in numbers if number != "-"]
 
 
-def filter_calls(refused: list[int], processes: bool = False) -> None:
+def filter_calls(refused: list[int], processes: bool, connects: bool) -> None:
     """Has the kernel refuse the calls that lead out of here, to this process and all it starts; raises OSError if it
     cannot."""
     if os.uname().machine not in ARCHITECTURES or sys.maxsize < 1 << 32:
         raise OSError("no table of its calls")
-    rules = make_filter(refused, processes)
+    rules = make_filter(refused, processes, connects)
     code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(buffer))
     check_returned(libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0))
 
 
-def make_filter(refused: list[int], processes: bool = False) -> list[Instruction]:
+def make_filter(refused: list[int], processes: bool, connects: bool) -> list[Instruction]:
     """Returns a program of the kernel's filter. Some calls it allows by an argument: threads, but no processes or only
-    those in the same namespaces; signals to this process alone; pairs of connected sockets."""
+    those in the same namespaces; signals to this process alone; pairs of connected sockets. What `connects` has a
+    network and processes of its own, and may do with them as it likes."""
     numbers = dict(zip(
-        ("clone", "kill", "tgkill", "prlimit64", "socketpair", "fcntl", "ioctl", "prctl", "openat", "open"),
-        calls("_ 56 220, _ 62 129, _ 234 131, _ 302 261, _ 53 199, _ 72 25, _ 16 29, _ 157 167, _ 257 56, _ 2 -"),
+        ("clone", "socket", "kill", "tgkill", "prlimit64", "socketpair", "fcntl", "ioctl", "prctl", "openat", "open"),
+        calls("_ 56 220, _ 41 198, _ 62 129, _ 234 131, _ 302 261, _ 53 199, _ 72 25, _ 16 29, _ 157 167, _ 257 56, "
+              "_ 2 -"),
         strict=False,
     ))  # fmt: skip
     mine, truncates = os.getpid(), os.O_TRUNC | os.O_ACCMODE  # not even what is opened to be read
@@ -285,8 +321,9 @@ def make_filter(refused: list[int], processes: bool = False) -> list[Instruction
     refuse = [(RETURN, 0, 0, NOT_PERMITTED)]
     bodies = {
         "clone": argument_is(0, *((CLONE_NEW, [0]) if processes else (CLONE_THREAD, [CLONE_THREAD])), rest) + refuse,
-        "kill": argument_is(0, ~0, [mine], rest) + refuse,
-        "tgkill": argument_is(0, ~0, [mine], rest) + refuse,
+        "socket": (argument_is(0, ~0, [AF_INET], rest) if connects else []) + refuse,
+        "kill": rest if connects else argument_is(0, ~0, [mine], rest) + refuse,
+        "tgkill": rest if connects else argument_is(0, ~0, [mine], rest) + refuse,
         "prlimit64": argument_is(0, ~0, [0, mine], rest) + refuse,
         "socketpair": argument_is(0, ~0, [AF_UNIX], argument_is(1, SOCK_TYPE, [SOCK_STREAM], rest)) + refuse,
         "fcntl": argument_is(1, ~0, SET_OWNERS, refuse) + rest,

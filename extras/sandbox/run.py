@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,13 +23,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from configs.errors import ConfigError
 from extras.sandbox import child
 
 START_SECONDS = 60.0  # for Python and the fences
 OF_THE_SHELL = ("PATH", "HOME", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")  # variables
+OF_CLIENTS = ("/etc/ssl/certs", "/etc/ssl/cert.pem", "/etc/ssl/openssl.cnf", "/etc/pki/tls", "/etc/hosts")  # to read
 GRACE_SECONDS = 1  # of computing, for Python's own start
 
 
@@ -77,14 +79,11 @@ def run_python(
         opened.callback(os.close, started)
         cpu_seconds = math.ceil(seconds if cpu_seconds is None else cpu_seconds) + GRACE_SECONDS
         limits = (cpu_seconds, memory_mb, files_mb, int(processes), int(anyway))
-        numbers = (sources.fileno(), ready, *limits, *map(len, texts))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", child.__file__, os.pathsep.join(map(str, readable)), *map(str, numbers)],
+            words_of_child(readable, ready, *limits, 0, sources.fileno(), *map(len, texts)),
             **{"stdin": given, "stdout": output, "stderr": errors},
             pass_fds=[sources.fileno(), ready],
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a group of its own, to be killed as one
+            **surroundings(folder),
         )
         os.close(ready)
         fences, status = wait_for_end(process, started, seconds)
@@ -93,6 +92,64 @@ def run_python(
         if fences[0] == child.OPEN and not anyway:
             raise ConfigError(f"{lacking(fences[1:])} The program was not run: run_python(…, anyway=True) runs it.")
         return Finished(status, read_back(output), read_back(errors), fences[1:])
+
+
+def words_of_child(readable: Sequence[str | Path], *more: object) -> list[str]:
+    return [sys.executable, "-I", "-B", child.__file__, os.pathsep.join(map(str, readable)), *map(str, more)]
+
+
+def surroundings(folder: str) -> dict[str, Any]:
+    """Returns where a process is started: in a folder of its own, with no variable of yours, and in a group of its own,
+    to be killed as one."""
+    own = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    return {"cwd": folder, "env": own, "start_new_session": True}
+
+
+class FencedCommand:
+    """A command that is to be started in the sandbox, where the port of a server is all of the network.
+
+    Its working directory is this process's, which it may read, and it writes to HOME and TMPDIR, a folder in memory.
+
+    Attributes:
+        words, arguments: with these, subprocess.Popen starts it.
+    """
+
+    MEMORY_MB, FILES_MB, CPU_SECONDS = 8192, 256, 1 << 30
+
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str], port: int) -> None:
+        self.folder = tempfile.mkdtemp(prefix="sandbox-")
+        self.told, ready = socket.socketpair()
+        self.ready, path = ready, os.pathsep.join((os.path.dirname(sys.executable), os.defpath))
+        limits = ready.fileno(), self.CPU_SECONDS, self.MEMORY_MB, self.FILES_MB, 1, 0, port
+        self.words = words_of_child(readable_by(words, path), *limits, os.getcwd(), *words)
+        self.arguments = surroundings(self.folder) | {"pass_fds": [ready.fileno()]}
+        temporary = dict.fromkeys(("TEMP", "TMP"), self.folder)  # libc takes TMPDIR from what runs by `count_alone`
+        self.arguments["env"] |= {"PATH": path, **temporary, **variables}
+
+    def listener(self) -> socket.socket:
+        """Waits until the command begins; returns the socket at which it is to be served.
+
+        Raises:
+            RuntimeError: it was not begun, as this system lacks a fence.
+        """
+        self.ready.close()
+        self.told.settimeout(START_SECONDS)
+        with self.told:
+            word, descriptors, *_ = socket.recv_fds(self.told, 1000, 1)
+        if not descriptors:
+            raise RuntimeError(f"it was not run in the sandbox: {lacking(word.decode().split(', ')[1:])}")
+        return socket.socket(fileno=descriptors[0])
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def readable_by(words: Sequence[str], path: str) -> list[str]:
+    """Returns what a command may read beside Python and the system's libraries: its own installation, the files that it
+    names, and the working directory."""
+    program = Path(shutil.which(words[0], path=path) or words[0]).absolute()
+    homes = [place.parent.parent if place.parent.name == "bin" else place for place in (program, program.resolve())]
+    return [*map(str, homes), *filter(os.path.exists, words[1:]), *OF_CLIENTS, os.getcwd()]
 
 
 class Call(NamedTuple):
@@ -213,6 +270,12 @@ def check_fences(sandbox: str = "closed", key: str = "reward.sandbox") -> str:
     if sandbox == "open":
         return lacks
     raise ConfigError(f"{key}={sandbox}: {lacks} Run it there; {key}=open says that you know.", key)
+
+
+def check_command_fences(key: str) -> None:
+    """Raises ConfigError, which names `key`, where this system cannot fence a FencedCommand."""
+    if not {child.NAMESPACES, child.SECCOMP} <= {*fences()}:
+        raise ConfigError(f"{key}=true: {lacking(fences())} A command takes {child.NAMESPACES}.", key)
 
 
 def lacking(held: Sequence[str]) -> str:

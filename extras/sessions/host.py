@@ -24,6 +24,7 @@ from pydantic import BaseModel
 
 from data.concurrency import start_loop
 from data.types import check_reward
+from extras.sandbox.run import FencedCommand
 from extras.server.app import bare_app, model_card
 from extras.server.bodies import ChatBody, Json
 from extras.sessions.session import Session
@@ -57,9 +58,11 @@ class Host:
         self.sessions: dict[str, Session] = {}
         self.loop, _ = start_loop()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.address = "http://{}:{}".format(*listener.getsockname())
-        config = uvicorn.Config(build_app(self.sessions), log_config=None, log_level="error", lifespan="off", ws="none")
-        asyncio.run_coroutine_threadsafe(uvicorn.Server(config).serve([listener]), self.loop)
+        self.port = listener.getsockname()[1]
+        self.app = uvicorn.Config(
+            build_app(self.sessions), log_config=None, log_level="error", lifespan="off", ws="none"
+        )
+        asyncio.run_coroutine_threadsafe(uvicorn.Server(self.app).serve([listener]), self.loop)
         warden = subprocess.Popen([sys.executable, "-IS", "-c", WARDEN], stdin=subprocess.PIPE, start_new_session=True)
         self.warden = warden.stdin
 
@@ -67,7 +70,7 @@ class Host:
     def open(self, session: Session) -> Iterator[Json]:
         """Serves a session until the end of the block; yields what a program is told of it."""
         key = secrets.token_urlsafe(16)
-        self.sessions[key], base = session, f"{self.address}/s/{key}"
+        self.sessions[key], base = session, f"http://127.0.0.1:{self.port}/s/{key}"
         try:
             yield {"base_url": f"{base}/v1", "api_key": key, "reward_url": f"{base}/reward"}
         finally:
@@ -129,6 +132,8 @@ class Running:
 
     def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
         self.host, self.process, self.is_over = host, process, False
+        self.fence: FencedCommand | None = None
+        self.server: uvicorn.Server | None = None  # in the sandbox
         self.sessions: set[Session] = set()
         self.output, self.errors = bytearray(), bytearray()
         pipes = (process.stdout, self.output), (process.stderr, self.errors)
@@ -137,12 +142,25 @@ class Running:
         host.watch("+", process.pid)
 
     @classmethod
-    async def start(cls, host: Host, words: list[str], task: Json) -> "Running":
-        """Starts a program, which finds the session of `task` by the variables of OpenAI's clients."""
+    async def start(cls, host: Host, words: list[str], task: Json, fenced: bool = False) -> "Running":
+        """Starts a program, which finds the session of `task` by the variables of OpenAI's clients; `fenced`, it runs
+        in the sandbox, where the same address leads to the same server."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        environment = program_environment() | {"OPENAI_BASE_URL": task["base_url"], "OPENAI_API_KEY": task["api_key"]}
-        process = await asyncio.create_subprocess_exec(*words, **pipes, env=environment, start_new_session=True)
-        return cls(host, process)
+        session = {"OPENAI_BASE_URL": task["base_url"], "OPENAI_API_KEY": task["api_key"]}
+        if not fenced:
+            own = {"env": program_environment() | session, "start_new_session": True}
+            return cls(host, await asyncio.create_subprocess_exec(*words, **pipes, **own))
+        fence = FencedCommand(words, session, host.port)
+        running = cls(host, await asyncio.create_subprocess_exec(*fence.words, **pipes, **fence.arguments))
+        running.fence = fence
+        try:
+            listener = await asyncio.to_thread(fence.listener)
+            running.server = uvicorn.Server(host.app)
+            running.serving = asyncio.ensure_future(running.server.serve([listener]))
+        finally:
+            if running.server is None:
+                running.end()
+        return running
 
     async def _wait(self) -> None:
         while self.process.returncode is None:  # process.wait() waits for children that hold its pipes, too
@@ -171,6 +189,10 @@ class Running:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.host.watch("-", self.process.pid)
+        if self.server is not None:
+            self.server.should_exit = self.server.force_exit = True
+        if self.fence is not None:
+            self.fence.remove()
 
 
 def program_environment() -> dict[str, str]:

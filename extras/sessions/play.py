@@ -60,7 +60,7 @@ class Program(Agent):
             slots(KEY).release()
 
     async def _run(self, host: Host, task: Json, session: Session) -> str:
-        running = await Running.start(host, self.cls, task)
+        running = await Running.start(host, self.cls, task, self.settings["fenced"])
         session.errors = running.errors
         try:
             running.tell(task)
@@ -74,7 +74,7 @@ class Program(Agent):
         """Has the process that serves play an episode; where it takes too long, later ones get another process."""
         async with self.starting:
             if self.serving is None or self.serving.is_over:
-                self.serving = await Running.start(host, self.cls, task)
+                self.serving = await Running.start(host, self.cls, task, self.settings["fenced"])
                 self.started.append(self.serving)
         running = self.serving
         session.errors = running.errors
@@ -157,7 +157,7 @@ def load_program(config: AgentConfig) -> Program:
     words = shlex.split(config.program)
     if shutil.which(words[0], path=program_environment()["PATH"]) is None:
         raise ConfigError(f"{KEY}={config.program}: there is no command {words[0]}: give one, or file.py:function.")
-    return Program(PROGRAM, words, {"serves": config.program_serves})
+    return Program(PROGRAM, words, {"serves": config.program_serves, "fenced": config.program_sandbox})
 
 
 def end_all(started: list[Running]) -> None:

@@ -22,6 +22,9 @@ class Settings(Frozen):
     program_serves: bool = setting(
         False, "One process of the command a worker plays all episodes: a line on stdin each, a reward posted for each."
     )
+    program_sandbox: bool = setting(
+        False, "The command runs in the sandbox: it reads its own files, writes to TMPDIR, and reaches only the policy."
+    )
 
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
@@ -31,8 +34,13 @@ class Settings(Frozen):
             raise ConfigError(f"{key}.program={self.program} plays rows, and env.id={config.env.id} is set too.")
         if self.get("default_agent_loop"):
             raise ConfigError(f"{key}.program and {key}.default_agent_loop are both set: one of them plays the rows.")
-        if self.program_serves and FUNCTION.fullmatch(self.program):
-            raise ConfigError(f"{key}.program_serves=true: {self.program} is a function; only a command can serve.")
+        asked = [name for name in ("program_serves", "program_sandbox") if self.get(name)]
+        if asked and FUNCTION.fullmatch(self.program):
+            raise ConfigError(f"{key}.{asked[0]}=true: {self.program} is a function; it takes a command.")
+        if self.program_sandbox:
+            from extras.sandbox.run import check_command_fences
+
+            check_command_fences(f"{key}.program_sandbox")
         try:
             shlex.split(self.program)
         except ValueError as error:

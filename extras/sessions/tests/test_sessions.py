@@ -2,8 +2,11 @@
 
 import gc
 import json
+import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +24,7 @@ from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.protocol import DataProto
 from data.types import Completion, Request, SamplingParams
+from extras.sandbox.run import fences
 from tests.engines import Scripted
 from tests.runs import compose, learning_metrics, run_main
 from training.environment import assign_agents, load_agents
@@ -304,6 +308,48 @@ def test_a_program_that_hangs_is_killed_with_its_children_and_the_key_is_named(t
     assert deadline_of(batch) == f"{AGENT}.program_timeout"
 
 
+@pytest.mark.skipif(not {"namespaces", "seccomp"} <= {*fences()}, reason="this system cannot fence a command")
+def test_a_program_in_the_sandbox_reaches_the_policy_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is an unchanged client, with threads and processes of its own; a policy that wrote it would get no further."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    (elsewhere := tmp_path / "elsewhere").write_text("private")
+    (folder := tmp_path / "agent").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        program = command(folder, f"""
+            import signal, socket, subprocess, tempfile
+            from concurrent.futures import ThreadPoolExecutor
+            def refused(deed):
+                try:
+                    deed()
+                except OSError:
+                    return True
+            assert "HF_TOKEN" not in os.environ
+            with tempfile.NamedTemporaryFile("w") as mine:
+                mine.write("kept")
+            tried = [
+                lambda: open({str(folder / "program.py")!r}, "a"),
+                lambda: socket.create_connection(("127.0.0.1", {other.getsockname()[1]})),
+                lambda: socket.create_connection(("1.1.1.1", 53), 1),
+                lambda: socket.socket(socket.AF_UNIX).connect("/var/run/docker.sock"),
+                lambda: os.kill({os.getpid()}, 0),
+                lambda: os.unlink({str(elsewhere)!r}),
+                *([lambda: open({str(elsewhere)!r})] if {"Landlock" in fences()} else []),
+            ]
+            assert all(map(refused, tried)), list(map(refused, tried))
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            child.kill()
+            assert child.wait() == -9
+            subprocess.Popen(["sleep", "600"])
+            with ThreadPoolExecutor(40) as pool:
+                said = {{answer.content for answer in pool.map(ask, [messages] * 40)}}
+            print(len(said))
+        """)  # fmt: skip
+        batch = play(settings(program, f"{AGENT}.program_sandbox=true"), prompts(2))
+    assert batch.failure.tolist() == [None] * len(batch), batch.failure[0]
+    assert [reward for reward in batch.non_tensor_batch["__reward_score__"] if reward] == [1, 1]
+    assert elsewhere.exists() and not [*Path(tempfile.gettempdir()).glob("sandbox-*")]
+
+
 def test_programs_end_with_a_worker_that_is_killed(tmp_path: Path):
     sleeper = "import asyncio, json, os, sys\nfrom extras.sessions.host import Running, host_of\n" + dedent("""
         task = {"base_url": "", "api_key": ""}
@@ -356,7 +402,8 @@ def test_a_session_is_not_there_after_its_end(tmp_path: Path):
     (["program=nowhere.py:agent"], "nowhere.py"),
     (["program='python \"x'"], "No closing quotation"),
     (["program=python", "default_agent_loop=a.py:B"], "are both set"),
-    (["program=a.py:f", "program_serves=true"], "only a command can serve"),
+    (["program=a.py:f", "program_serves=true"], "program_serves=true: .*takes a command"),
+    (["program=a.py:f", "program_sandbox=true"], "program_sandbox=true: .*takes a command"),
 ])  # fmt: skip
 def test_a_program_that_cannot_be_is_refused_before_anything_is_loaded(overrides, words):
     with pytest.raises((ConfigError, ValueError), match=words):
