@@ -84,6 +84,7 @@ ENGINES = (
         "test_restarted.py",
         "test_api.py::test_two_calls",
         "test_extras.py::test_the_core_alone_trains_on_ray",
+        "test_packaging.py",
     ),
 )
 LONG = (

@@ -153,7 +153,7 @@ def is_users(file: str) -> bool:
 
 
 def is_library(file: str) -> bool:
-    path = Path(file)
+    path = Path(file.removeprefix(f"{ROOT}/"))  # ROOT itself may be in site-packages
     return file.startswith("<") or "site-packages" in path.parts or path.is_relative_to(STDLIB)
 
 

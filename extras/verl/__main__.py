@@ -27,6 +27,7 @@ from rich.text import Text
 
 from configs import loader
 from configs.loader import Arguments
+from configs.paths import ROOT
 from configs.settings import defaults, known_keys, leaves
 from extras.sandbox import child
 from extras.sandbox.run import Call, check_fences, fences, run_shell
@@ -395,8 +396,9 @@ def in_lines(words: list[str]) -> str:
 def run(readings: list[Reading]) -> int:
     """Runs the commands one after the other, until one fails; returns its status."""
     for reading in readings:
-        environment = os.environ | reading.variables
-        if status := subprocess.run([sys.executable, *reading.command], env=environment, check=False).returncode:
+        environment, (first, *rest) = os.environ | reading.variables, reading.command
+        command = [sys.executable, str(ROOT / first) if first == "main.py" else first, *rest]
+        if status := subprocess.run(command, env=environment, check=False).returncode:
             return status
     return 0
 

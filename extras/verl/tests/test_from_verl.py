@@ -8,6 +8,7 @@ import pytest
 
 from configs import extras
 from configs.errors import ConfigError
+from configs.paths import ROOT
 from extras.sandbox import child
 from extras.sandbox.run import Call, fences, run_shell
 from extras.verl import __main__ as from_verl
@@ -326,7 +327,8 @@ def test_run_runs_the_commands_until_one_fails(tmp_path: Path, monkeypatch: pyte
     done = subprocess.CompletedProcess([], 0)
     one, other = (["--run", "--", *shlex.split(f"{PPO} {ROWS} {more}")] for more in ("", "no_such=1"))
     readings = [settings(f"{PPO} {ROWS} data.seed={seed}")._replace(variables={"A": str(seed)}) for seed in (1, 2)]
-    assert from_verl.run(readings) == 0 and ran == [(reading.command, reading.variables["A"]) for reading in readings]
+    commands = [[str(ROOT / "main.py"), *reading.command[1:]] for reading in readings]  # from any folder
+    assert from_verl.run(readings) == 0 and ran == [*zip(commands, "12", strict=True)]
     done.returncode = 3
     assert from_verl.run(readings) == 3 and len(ran) == 3
     monkeypatch.setattr(from_verl, "run", lambda readings: 7)

@@ -1,0 +1,117 @@
+"""What people outside get: a wheel that trains from a folder of their own, and tests of every push and pull request."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import yaml
+
+from tests.runs import ROOT
+
+FOLDERS = ("configs", "custom", "data", "examples", "extras", "scripts", "training", "workers")
+SHADOW = "raise ImportError('a file of the user stands in for one of ours')\n"
+MY_ROWS = """
+from pathlib import Path
+from custom.env_dataset import CustomEnvDataset
+
+class MyRows(CustomEnvDataset):
+    def __init__(self, *given, **named):
+        Path("was_made").touch()
+        super().__init__(*given, **named)
+"""
+RUN = (
+    *("--config-name", "frozenlake", "data.custom_cls.path=my_rows.py"),
+    *("data.custom_cls.name=MyRows", "trainer.log_val_generations=0"),
+    *("data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "env.train_size=10", "env.val_episodes=2"),
+    *("env.max_turns=3", "trainer.total_training_steps=1"),
+)
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def run_pip(*arguments: str | Path) -> None:
+    done = run(sys.executable, "-m", "pip", *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("hatchling", "hatch_requirements_txt"):
+        pytest.importorskip(package, reason="not in this environment: pip install -r requirements-dev.txt")
+    folder = tmp_path_factory.mktemp("wheel")
+    run_pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of a fresh virtual environment with the wheel, which finds all other packages in this one's."""
+    folder = tmp_path_factory.mktemp("venv")
+    assert run(sys.executable, "-m", "venv", "--without-pip", folder).returncode == 0
+    run_pip("--python", folder / "bin/python", "install", "--no-deps", "--no-index", wheel)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def model(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    words = ("-m", "custom.tiny_model", "tiny", "--hidden-size", "32", "--layers", "1")
+    made = run(commands / "python", *words, cwd=folder)
+    assert made.returncode == 0, made.stderr
+    return folder / "tiny"
+
+
+def test_the_wheel_has_every_file_of_the_product_and_no_test(wheel):
+    paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
+    product = {str(path.relative_to(ROOT)) for path in paths if path.suffix not in (".pyc", ".ipynb")}
+    product = {name for name in product if "/tests/" not in name and not name.startswith("scripts/installed/")}
+    names = {name.removeprefix("nano_verl/") for name in ZipFile(wheel).namelist()}
+    assert {"extras/report/page.html", "extras/verl/keys.toml"} < product <= names and "main.py" in names
+    assert not [name for name in names if "tests" in Path(name).parts or name.endswith(".pyc")]
+    assert {"nano_verl.pth", "__init__.py", "data/__init__.py", "workers/__init__.py"} < names
+
+
+def test_the_command_helps_and_refuses_in_one_line_where_files_of_the_user_have_our_names(commands, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("data/__init__.py", "configs.py", "main.py"):
+        (tmp_path / name).write_text(SHADOW)
+    helped = run(commands / "nano-verl", "--help", cwd=tmp_path)
+    assert helped.returncode == 0 and "usage: nano-verl" in helped.stdout and "python -m extras.report" in helped.stdout
+    refused = run(commands / "nano-verl", "trainer.sede=1", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: unknown key 'trainer.sede'"), refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_a_run_from_an_empty_folder_takes_the_users_files_and_writes_there(executor, commands, model, tmp_path):
+    (tmp_path / "my_rows.py").write_text(MY_ROWS)
+    given = f"trainer.executor={executor}", f"actor_rollout_ref.model.path={model}"
+    done = run(commands / "nano-verl", *RUN, *given, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "outputs/frozenlake/global_step_1/actor/huggingface/config.json").is_file()
+    assert (tmp_path / "was_made").exists(), "the user's class was not asked for rows"
+    shown = run(commands / "python", "-m", "extras.report", "outputs/frozenlake", cwd=tmp_path)
+    assert shown.returncode == 0 and (tmp_path / "outputs/frozenlake/report.html").is_file(), shown.stderr
+
+
+def test_the_workflow_calls_targets_of_the_makefile_by_the_python_of_the_project():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    job = workflow["jobs"]["test"]
+    targets = [step["run"].removeprefix("make ") for step in job["steps"] if "run" in step]
+    assert targets == ["lint", "test"] and job["timeout-minutes"]
+    assert all(run("make", "--dry-run", target).returncode == 0 for target in targets)
+    [python] = [step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", {})]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={python}"
