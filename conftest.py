@@ -167,7 +167,7 @@ def restored_registries() -> Iterator[None]:
     """Forgets after the test what it registers, by hand or by a user's file."""
     from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
-    with patch.dict(ADV_ESTIMATOR_REGISTRY), patch.dict(POLICY_LOSS_REGISTRY):
+    with patch.dict(ADV_ESTIMATOR_REGISTRY.data), patch.dict(POLICY_LOSS_REGISTRY.data):
         yield
 
 

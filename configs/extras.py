@@ -4,6 +4,7 @@ The core imports no extra. It asks `find` for an object by its kind and name, an
 extra adds to the schema. Any folder of extras/ can be deleted: a setting that asks for it is then refused by its name.
 """
 
+from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import make_dataclass
 from functools import reduce
@@ -104,6 +105,18 @@ TABLE: dict[str, dict[str, str]] = {
         "swanlab": "extras.loggers.trackers:SwanLab",
     },
     "action": {"train": "training.run:Training", "dry_run": "extras.dry_run.dry_run:DryRun"},
+    # beside those that the core registers, in one mapping of each kind
+    "estimator": dict.fromkeys(
+        (
+            *("turn_gae", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"),
+            *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"),
+        ),
+        "extras.algorithms.estimators:ESTIMATORS",
+    ),
+    "policy_loss": dict.fromkeys(
+        ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"),
+        "extras.algorithms.policy_losses:LOSSES",
+    ),
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("evaluation", "standalone"),
@@ -123,6 +136,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("verl", "sandbox"),
     ("interactions", "tools"),
     ("dry_run", "watch"),  # both say why a step teaches nothing
+    ("sft", "algorithms"),  # whose policy loss gpg it takes by name
 )
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settings begin, behind any section
     "dry_run": ("trainer.dry_run",),
@@ -186,6 +200,28 @@ def find(kind: str, name: str, key: str = "") -> Any:
     check_present(kind, name, key)
     module, _, attribute = TABLE[kind][name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+class Registry(UserDict):
+    """Maps names to what decorators registered of a kind and, where nothing was, to what the table has for them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __missing__(self, name: str) -> Any:
+        if not has(self.kind, name):
+            raise KeyError(name)
+        return find(self.kind, name)[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data or has(self.kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.data, *present(self.kind)]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def check_present(kind: str, name: str, key: str = "") -> None:

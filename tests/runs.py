@@ -12,11 +12,13 @@ from subprocess import CompletedProcess
 import pytest
 from safetensors.torch import load_file
 
+from configs.extras import is_here
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
 from tests.forked import python
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm")
+needs_algorithms = pytest.mark.skipif(not is_here("extras.algorithms"), reason="extras/algorithms was removed")
 ROOT = Path(__file__).resolve().parents[1]
 
 

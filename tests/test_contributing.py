@@ -19,7 +19,7 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = {title: dict(WRITTEN_FILE.findall(text)) for title, text in SECTION.findall(PAGE)}
 COMMANDS = {title: runs_of_main(text) for title, text in SECTION.findall(PAGE)}
 ADDED = ["An estimator", "A policy loss", "A recipe", "An engine", "An environment", "A reward", "A logger"]
-REGISTRIES = (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, ENVIRONMENTS, gym.registry)
+REGISTRIES = (ADV_ESTIMATOR_REGISTRY.data, POLICY_LOSS_REGISTRY.data, ENVIRONMENTS, gym.registry)
 
 
 @pytest.fixture

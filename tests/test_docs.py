@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.step import measure
+from configs.extras import present
 from configs.loader import options
 from configs.schema import AGGREGATION_MODES
 from extras.rollout_correction.settings import PRESETS
@@ -27,7 +28,7 @@ from scripts import algorithms, quickstart
 from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from training.core_algos import AdvantageEstimator
 
 RANGE = re.MULTILINE | re.DOTALL
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -183,10 +184,8 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     page = ROOT / "docs/algorithms.md"
     text = page.read_text()
     words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
-    registered = ADV_ESTIMATOR_REGISTRY | {name: loss.function for name, loss in POLICY_LOSS_REGISTRY.items()}
-    ours = ("training.core_algos", "training.losses")
-    shipped = {name for name, function in registered.items() if function.__module__ in ours}
-    assert shipped | set(PRESETS) | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
+    algorithms = {*AdvantageEstimator, "vanilla", *present("policy_loss"), *PRESETS}
+    assert algorithms | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
     measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)
     assert [name for name, *_ in measured] == options("recipe")
     assert all(float(success) > 0.5 for _, *of_seeds in measured for success in of_seeds)

@@ -38,8 +38,10 @@ GOLDEN = "tests/test_golden.py"
 CORE_TESTS = {  # of each hook, those that take seconds
     "adapter": ["tests/test_engine.py", "tests/test_actor.py"],
     "engine": ["tests/test_rollout_contract.py"],
+    "estimator": ["tests/test_core_algos.py", "tests/test_estimators.py", "tests/test_recipes.py"],
     "forward": ["tests/test_actor.py", "tests/test_critic.py"],
     "parallel": ["tests/test_engine.py", "tests/test_actor.py"],
+    "policy_loss": ["tests/test_actor.py", "tests/test_policy_losses.py"],
     "reward": ["tests/test_reward.py"],
     "stage": ["tests/test_advantage.py"],
 }
@@ -84,7 +86,7 @@ def today() -> list[str]:
 @pytest.mark.parametrize(
     "extras", [[one] for one in EXTRAS] if os.environ.get("EXTRAS") == "all" else [today()], ids="+".join
 )
-def test_the_core_does_without_extras(extras: list[str], tmp_path: Path):
+def test_the_core_does_without_extras(extras: list[str], tiny_model: Path, tmp_path: Path):
     copy = without(tmp_path / "copy", *extras)
     pass_tests(copy, "tests", "--collect-only")
     pass_tests(copy, GOLDEN, "-k", "sums")
@@ -92,6 +94,10 @@ def test_the_core_does_without_extras(extras: list[str], tmp_path: Path):
         key = f"trainer.{start}" if "." not in start else f"actor_rollout_ref.{start}"
         refused = run(copy, "main.py", "--config-name", "frozenlake", f"{key}=1")
         assert refused.returncode and f"{name} is not in this copy; extras/{name} was removed" in refused.stderr
+    for key in ("algorithm.adv_estimator=gpg", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"):
+        if "algorithms" in extras:
+            refused = run(copy, "main.py", "--config-name", "frozenlake", *short_run(tiny_model, tmp_path / "run"), key)
+            assert refused.returncode and f"{key}: algorithms is not in this copy" in refused.stderr
     for flag in (flag for flag, path in TABLE["flag"].items() if path.split(".")[1] in extras):
         refused = run(copy, "main.py", flag, "trainer.seed=0,1")
         assert refused.returncode and "is not in this copy" in refused.stderr
@@ -131,7 +137,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_core_alone_trains_as_ever(bare: Path):
     """…by the numbers that were recorded with all extras there and kernels=off."""
-    pass_tests(bare, GOLDEN, "-k", "off and not pf_ppo and (sums or frozenlake or episodes or ppo or remax or dapo)")
+    pass_tests(bare, GOLDEN, "-k", "off and not pf_ppo and (sums or frozenlake or episodes or ppo or dapo)")
 
 
 # Two runs and their Ray workers, as forks of a process of the copy.

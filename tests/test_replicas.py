@@ -15,6 +15,7 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from tests.batches import CUTS, Recorded, ragged_batch, recorded, relative_distance, update_of
 from tests.ranks import Ranks
+from training.core_algos import POLICY_LOSS_REGISTRY
 from workers.collectives import Peers, data_rank, group_size
 from workers.dp_actor import DataParallelPPOActor
 from workers.dp_critic import DataParallelPPOCritic
@@ -29,9 +30,10 @@ OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5)
 LOSSES = {
     "vanilla, every term": ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, optim=OPTIM),
     "vanilla, means of rows": ActorConfig(loss_agg_mode="seq-mean-token-mean", optim=OPTIM),
-    "gspo": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"), optim=OPTIM),
-    "clip_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=0.3), optim=OPTIM),
-    "kl_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3), optim=OPTIM),
+} | {
+    name: ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name, **settings), optim=OPTIM)
+    for name, settings in {"gspo": {}, "clip_cov": {"clip_cov_ratio": 0.3}, "kl_cov": {"kl_cov_ratio": 0.3}}.items()
+    if name in POLICY_LOSS_REGISTRY
 }
 CRITIC = CriticConfig(optim=OPTIM, loss_agg_mode="token-mean")
 

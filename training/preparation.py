@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets
 from configs.errors import ConfigError, did_you_mean, notice
-from configs.extras import find
+from configs.extras import Registry, check_present, find
 from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
 from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RolloutConfig
@@ -203,9 +203,12 @@ def check_algorithm(config: Config) -> None:
     algorithm, settings = config.algorithm, loss_settings(config)
     name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    losses = {mode: loss.function for mode, loss in POLICY_LOSS_REGISTRY.items()}
-    check_known(config, "algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY, algorithm.adv_estimator_kwargs)
-    check_known(config, loss_key, settings.loss_mode, losses, settings.kwargs)
+    check_known(config, "algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY)
+    check_known(config, loss_key, settings.loss_mode, POLICY_LOSS_REGISTRY)
+    function, estimator = policy_loss_of(config).function, ADV_ESTIMATOR_REGISTRY[name]
+    check_accepts(loss_key, settings.loss_mode, function, settings.kwargs)
+    if estimator.__module__.startswith(("training.", "extras.")) or not accepts(estimator, "config"):
+        check_accepts("algorithm.adv_estimator", name, estimator, algorithm.adv_estimator_kwargs)
     if name in NEEDS_GROUPS and samples < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={samples}: algorithm.adv_estimator={name} compares the samples of one prompt "
@@ -216,16 +219,15 @@ def check_algorithm(config: Config) -> None:
     for stage in stages(config):
         stage.check(config)
     extra_kwargs = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
-    function = policy_loss_of(config).function
     bind_policy_loss(function, TENSOR_ARGS, None, None, extra_kwargs, f"{loss_key}={settings.loss_mode}")
     roles = needed_roles(config)
     check_token_budgets(config, "ref" in roles, "critic" in roles)
 
 
-def check_known(config: Config, key: str, name: str, registry: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless a function is registered as `name`, by the setting `key`, and accepts `kwargs`; an
-    estimator of the user's may read them from `config`."""
+def check_known(config: Config, key: str, name: str, registry: Registry) -> None:
+    """Raises ConfigError unless a function is registered as `name`, by the setting `key`, or an extra has it."""
     if name not in registry:
+        check_present(registry.kind, name, key)
         lowered, loaded = name.lower(), config.actor_rollout_ref.model.external_lib
         is_recipe = lowered in options("recipe") and lowered not in registry
         guess = f" Did you mean recipe={lowered}?" if is_recipe else did_you_mean(lowered, list(registry))
@@ -234,10 +236,11 @@ def check_known(config: Config, key: str, name: str, registry: Mapping[str, Any]
             f"{key}={name}: there is none of this name.{guess} There are {list(registry)}; one of yours stands under "
             f"@{decorator}({name!r}) in a file that {LIB_KEY} names; it names {loaded or 'none'}."
         )
-    function = registry[name]
-    is_users_estimator = registry is ADV_ESTIMATOR_REGISTRY and not function.__module__.startswith("training.")
-    reads_config = is_users_estimator and accepts(function, "config")
-    if unknown := sorted(argument for argument in kwargs if not (reads_config or accepts(function, argument))):
+
+
+def check_accepts(key: str, name: str, function: Callable, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless the function that the setting `key` names accepts `kwargs`."""
+    if unknown := sorted(argument for argument in kwargs if not accepts(function, argument)):
         raise ConfigError(f"{key}={name} takes no argument {unknown}: its kwargs are {dict(kwargs)}.")
 
 

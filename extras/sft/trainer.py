@@ -2,7 +2,7 @@
 
 The result is a warm start for reinforcement learning, or used as it is. The loss is the mean negative log-likelihood
 of a response, or of the answers in a conversation; all other tokens are only read. A step is a policy update by the
-plain policy gradient (`gpg` in training/core_algos.py) in which every learnt token has an advantage of 1.
+plain policy gradient (`gpg` of extras/algorithms) in which every learnt token has an advantage of 1.
 """
 
 import time

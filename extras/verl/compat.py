@@ -41,7 +41,6 @@ from training.core_algos import (
     agg_loss,
     clip_bounds,
     compute_grpo_outcome_advantage,
-    compute_optimal_token_baseline_advantage,
     compute_policy_loss_vanilla,
 )
 from training.losses import zero_masked
@@ -269,7 +268,6 @@ def group_mean_std(
 
 
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage  # verl's loop-free twin; here none loops
-compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_baseline_advantage
 
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
