@@ -359,7 +359,7 @@ def test_equal_scores_give_exactly_zero(name, score, lengths):
 
 @pytest.mark.parametrize("size", [6, 7])
 @pytest.mark.parametrize("score", [0.3, 0.7, 0.1])
-@pytest.mark.parametrize("name", sorted(OUTCOME | {"reinforce_plus_plus", "optimal_token_baseline"}))
+@pytest.mark.parametrize("name", sorted(OUTCOME | {"reinforce_plus_plus", "optimal_token_baseline"} & {*NAMES}))
 def test_the_scores_whose_mean_float32_rounds_give_exactly_zero_too(name, score, size):
     batch = equal_scores(score, [3] * size)
     config = SimpleNamespace(**{**vars(CONFIG), "gamma": 1.0})
