@@ -33,7 +33,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_560,
+    "core lines": 18_212,
     "core files": 82,
     "product lines": 38_400,
     "scripts and benchmarks": 3_400,
