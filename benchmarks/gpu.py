@@ -5,14 +5,14 @@ steps of a model in the shape of Qwen2.5-0.5B, with random weights made here: by
 is installed, and by TRL with Hugging Face generation, where it can be imported or `python -m benchmarks.vs_trl` has
 installed it: bfloat16 autocast, float32 weights, AdamW, the same prompts, rewards and response lengths. One after the
 other, each in a process of its own, so that none hides how the others fare. Everything has to be over within --seconds;
-what is not is reported as missing. Without a GPU there is nothing to do.
+what is not is reported as missing. A card without bfloat16 computes in float32. Without a GPU there is nothing to do.
 
 Columns: seconds of a step, and in it of generation, of the update and of handing the weights over (sync); seconds from
 the start of the process to its first step; tokens a second of a step (prompts, once for each sample, and responses) and
 of generation (responses); MFU, the arithmetic that an update cannot do without (benchmarks/floor.py) by its seconds, as
-a share of what a large bfloat16 matrix product reaches on this card; the most memory that PyTorch's allocator held in a
-step; how often the host waited for the GPU in generation + update, counted in a step before those that are timed; and
-the graphs that torch.compile made.
+a share of what a large matrix product in the same precision reaches on this card; the most memory that PyTorch's
+allocator held in a step; how often the host waited for the GPU in generation + update, counted in a step before those
+that are timed; and the graphs that torch.compile made.
 """
 
 from configs.process import set_environment  # isort: skip
@@ -41,6 +41,7 @@ from benchmarks.floor import Shape, best_seconds, update_flops
 from benchmarks.models import save_model
 from benchmarks.vs_trl import ROOT, TRL_PYTHON, Arm, has_environment
 from benchmarks.workload import VOCABULARY, Workload, command
+from workers.engine import compute_dtype, precision_notice
 from workers.models import gpu_trouble
 
 FOLDER = ROOT / "outputs" / "gpu"
@@ -63,16 +64,20 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(f"make gpu: {trouble}")
         print("make gpu: torch finds no GPU on this machine, so there is nothing that only a GPU could show.")
         return
+    if text := precision_notice("auto", torch.device(arguments.device), parameters=0):
+        print(f"make gpu: {text}")
     FOLDER.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + arguments.seconds
+    dtype = compute_dtype("auto", torch.device(arguments.device))
     figures: dict[str, Any] = {"device": device_name(arguments.device), "versions": versions()}
+    figures["dtype"] = str(dtype).removeprefix("torch.")
     figures["tests"] = run_tests(TEST_SHARE * arguments.seconds)
     workload = workload_of(arguments)
     figures |= {"arguments": vars(arguments) | {"json": str(arguments.json)}, "arms": {}}
     for name, part in arms_here(workload, arguments).items():
         seconds = deadline - time.monotonic()
         figures["arms"][name] = arm_steps(name, part, workload, seconds)
-    speed = product_flops(arguments.device)
+    speed = product_flops(arguments.device, dtype)
     figures["product_tflops"] = speed and speed / 1e12
     for found in figures["arms"].values():
         if "steps" in found:
@@ -193,9 +198,9 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     return Workload.of(arguments, model, FOLDER, seed=0, ragged=False, replay=False, device=arguments.device)
 
 
-def product_flops(device: str) -> float | None:
-    """Floating-point operations a second of a large matrix product, bfloat16 on a GPU, float32 on a CPU, or None."""
-    size, dtype = (PRODUCT, torch.bfloat16) if device == "cuda" else (PRODUCT // 16, torch.float32)
+def product_flops(device: str, dtype: torch.dtype) -> float | None:
+    """Floating-point operations a second of a large matrix product, or None."""
+    size = PRODUCT if device == "cuda" else PRODUCT // 16
 
     def multiply() -> None:
         torch.mm(left, right)
@@ -245,7 +250,7 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['device']}, " + ", ".join(f"{name} {number}" for name, number in figures["versions"].items()),
         f"{tests['run']} tests in {tests['seconds']:.0f} s, failed: {', '.join(tests['failed']) or 'none'}",
-        f"a large matrix product: {figures['product_tflops'] or math.nan:.1f} TFLOP/s",
+        f"a large matrix product in {figures['dtype']}: {figures['product_tflops'] or math.nan:.1f} TFLOP/s",
         "",
         "| " + " | ".join(["", *COLUMNS]).lstrip(" ") + " |",
         "|---" * (1 + len(COLUMNS)) + "|",

@@ -104,7 +104,7 @@ def build_trainer(workload: Workload, micro_batch: int) -> TimedTrainer:
     config = GRPOConfig(
         output_dir=str(Path(workload.folder) / "trl"),
         use_cpu=workload.device == "cpu",
-        bf16=workload.device == "cuda",
+        bf16=workload.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False),
         gradient_checkpointing=False,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=workload.rows // micro_batch,

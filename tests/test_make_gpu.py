@@ -31,6 +31,7 @@ def test_our_arm_runs_without_ray_and_comes_to_a_table_and_json(tmp_path, monkey
     monkeypatch.setattr(gpu, "run_tests", lambda seconds: PASSED)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu, "has_environment", lambda: False)
+    monkeypatch.setattr(gpu, "precision_notice", lambda name, device, parameters: f"T4 has no bfloat16: {name}")
     (tmp_path / "no_ray").mkdir()
     (tmp_path / "no_ray/ray.py").write_text("raise ImportError('not on this machine')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "no_ray"))
@@ -40,6 +41,7 @@ def test_our_arm_runs_without_ray_and_comes_to_a_table_and_json(tmp_path, monkey
     assert ours["step_tokens_per_second"] == pytest.approx((2 * 16 + 16) / ours["step_seconds"])
     assert 0 < ours["update_mfu"] < 1 and ours["peak_gpu_gib"] == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("make gpu: T4 has no bfloat16: auto\n") and "matrix product in float32: " in shown
     assert "| ours | " in shown and "failed: none" in shown and "TRL is not installed here" in shown
     [header, ruler, row] = [line for line in shown.splitlines() if line.startswith("|")]
     assert header.count("|") == ruler.count("|") == row.count("|") and row.endswith("| 0.0 | 0 + 0 | 0 |")

@@ -21,7 +21,7 @@ from tests.batches import padded, random_ids, relative_distance
 from training.advantage import MAX_MISMATCH_RATIO as MAX_RATIO
 from training.advantage import MEAN_MISMATCH as MEAN
 from training.advantage import rollout_mismatch
-from workers.engine import TrainEngine
+from workers.engine import TrainEngine, gpu_has_bfloat16
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm
 from workers.rollout import build_rollout, generate_batch, load_rollout_class
@@ -29,7 +29,10 @@ from workers.rollout import build_rollout, generate_batch, load_rollout_class
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+NO_BFLOAT16 = DEVICE.type == "cuda" and not gpu_has_bfloat16()
+BFLOAT16 = pytest.mark.skipif(NO_BFLOAT16, reason="this card has no bfloat16: runs compute in float32")
+PRECISIONS = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16", marks=BFLOAT16)]
+DTYPES = pytest.mark.parametrize("dtype", PRECISIONS)
 VOCABULARY, PROMPT, RESPONSE, SAMPLES, TEMPERATURE = 512, 300, 140, 3, 0.8  # beyond a block of FlexAttention: 128
 PACKED, PADDED = ({"use_remove_padding": packed} for packed in (True, False))
 PLAIN = {"use_remove_padding": False, "kernels": "off"}
