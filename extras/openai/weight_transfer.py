@@ -36,6 +36,7 @@ from workers.vllm_setup import vllm_process
 
 BACKEND = "shared_memory_or_nccl"  # what vLLM's weight_transfer_config calls the server's way to take weights
 BUCKET_BYTES = 512 << 20  # of weights that are handed over together
+LOOK_SECONDS = 10  # between two looks at a server that does not answer
 HOW_TO_START = (
     "`python -m extras.server model.path=… rollout.name=vllm server.takes_weights=true` starts one that takes them"
 )
@@ -70,12 +71,27 @@ class WeightTransfer(ABC):
         self.settings = settings
 
     def ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        """Returns the server's answer, in any thread. A failure is not tried again: an update would be begun twice."""
-        settings = self.settings
-        key, timeout = settings.api_key, settings.weights_timeout
-        asked = ask_once(method, api_root(settings.base_url) + path, body, api_key=key, timeout=timeout, retries=0)
+        """Returns the server's answer, in any thread. A failure is not tried again: an update would be begun twice.
+
+        vLLM's server answers nothing more once its engine has died in an update, and would be waited for until
+        weights_timeout: so it is asked for its health meanwhile.
+        """
+        root, own = api_root(self.settings.base_url), {"api_key": self.settings.api_key, "retries": 0}
+
+        async def answer() -> Json:
+            asked = asyncio.ensure_future(
+                ask_once(method, root + path, body, timeout=self.settings.weights_timeout, **own)
+            )
+            try:
+                while not (await asyncio.wait([asked], timeout=LOOK_SECONDS))[0]:
+                    with suppress(RequestRefused):  # not every server has it
+                        await ask_once("GET", root + "/health", None, timeout=LOOK_SECONDS, **own)
+                return asked.result()
+            finally:
+                asked.cancel()
+
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-            return runner.run(asked)
+            return runner.run(answer())
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Has the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; its caches are dropped.

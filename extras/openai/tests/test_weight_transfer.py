@@ -139,7 +139,14 @@ def test_what_a_server_refuses_is_not_tried_again(tmp_path: Path, route: str, an
     assert [path for path, _ in calls] == asked and not list(tmp_path.iterdir())
 
 
-def test_an_answer_that_does_not_come_ends_the_sync(tmp_path: Path):
+@pytest.mark.parametrize(("seconds", "health", "words"), [
+    (0.2, 200, r"/update_weights gave no answer in 0\.2 seconds"),
+    (600, 503, r"/health failed, status 503"),  # its engine has died
+])  # fmt: skip
+def test_an_answer_that_does_not_come_ends_the_sync(
+    seconds: float, health: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(transfers, "LOOK_SECONDS", 0.5)
     over = Event()
 
     def update(_: dict) -> tuple[int, dict]:
@@ -147,11 +154,11 @@ def test_an_answer_that_does_not_come_ends_the_sync(tmp_path: Path):
         return 200, {}
 
     with (
-        server_that([], update_weights=update) as url,
-        sender(url, "shared_memory", tmp_path, weights_timeout=0.2) as way,
+        server_that([], update_weights=update, health=lambda _: (health, {})) as url,
+        sender(url, "shared_memory", tmp_path, weights_timeout=seconds) as way,
     ):
         try:
-            with pytest.raises(ServerError, match=r"/update_weights gave no answer in 0\.2 seconds"):
+            with pytest.raises(ServerError, match=words):
                 way.send(some_weights().items(), 1)
         finally:
             over.set()
