@@ -224,7 +224,9 @@ def test_evidence_names_only_what_there_is():
     """Each row has a cell of proof, and what a GPU has shown stands there by its figures alone."""
     text = (ROOT / "docs/evidence.md").read_text()
     _, _, *rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) >= 15 and not [row[0] for row in rows if len(row) != 6 or not any("`" in cell for cell in row[1:5])]
+    assert len(rows) >= 15 and not [
+        row[0] for row in rows if len(row) != 6 or not any("`" in cell for cell in row[1:5])
+    ]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([\w-]+)", text)) <= targets
     modules = {name.replace(".", "/") for name in re.findall(r"`python -m ((?!pytest)[\w.]+)", text)}
@@ -238,6 +240,7 @@ def test_troubleshooting_quotes_messages_that_the_code_says():
         for path in (ROOT / folder).rglob("*.py")
     )
     text = (ROOT / "docs/troubleshooting.md").read_text()
-    quoted = [code for line in text.splitlines() if line.startswith("| `") for code in IN_TEXT.findall(line.split("|")[1])]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    quoted = [code for cell in cells for code in IN_TEXT.findall(cell)]
     parts = [part.strip() for code in quoted for part in code.split("…")]
     assert len(quoted) >= 25 and not [part for part in parts if part not in source]
