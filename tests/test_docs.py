@@ -24,7 +24,7 @@ from configs.extras import present
 from configs.loader import options
 from configs.schema import AGGREGATION_MODES
 from extras.rollout_correction.settings import PRESETS
-from scripts import algorithms, quickstart
+from scripts import algorithms, architecture, quickstart
 from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
@@ -244,3 +244,7 @@ def test_troubleshooting_quotes_messages_that_the_code_says():
     quoted = [code for cell in cells for code in IN_TEXT.findall(cell)]
     parts = [part.strip() for code in quoted for part in code.split("…")]
     assert len(quoted) >= 25 and not [part for part in parts if part not in source]
+
+
+def test_the_picture_in_the_tour_is_that_of_the_code():
+    assert architecture.block() in (ROOT / "docs/tour.md").read_text()

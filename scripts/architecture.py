@@ -1,0 +1,75 @@
+"""Draws the architecture from the code: which module of the core reaches which extras, and by which kind of the table.
+
+    python -m scripts.architecture [--write]
+
+Prints a picture in Mermaid's form, which GitHub shows; --write puts it into docs/tour.md, below its mark.
+"""
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.extras import TABLE
+from configs.paths import ROOT
+
+LAYERS = ("configs", "data", "training", "workers", "custom", "main.py")  # each imports from those before it
+LOOKS_UP = ("find", "asked_for", "present", "Registry")  # of configs/extras.py, by a kind
+PAGE, MARK = ROOT / "docs/tour.md", "<!-- python -m scripts.architecture --write -->"
+BLOCK = re.compile(rf"{re.escape(MARK)}\n```mermaid\n.*?\n```\n", re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the picture into docs/tour.md")
+    if parser.parse_args().write:
+        PAGE.write_text(BLOCK.sub(lambda _: block(), PAGE.read_text()))
+    else:
+        print(picture())
+
+
+def block() -> str:
+    """Returns the picture as it stands in the page."""
+    return f"{MARK}\n```mermaid\n{picture()}\n```\n"
+
+
+def picture() -> str:
+    """Returns a flowchart: a box of modules for each layer of the core, and an arrow for each kind."""
+    lines, targets = ["flowchart LR"], {}
+    for layer in LAYERS:
+        path = ROOT / layer
+        files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+        kinds = {file.relative_to(ROOT): sorted(kinds_in(file)) for file in files if file.name != "extras.py"}
+        lines.append(f'  subgraph in_{layer.partition(".")[0]}["{layer}"]')
+        lines += [f'    {node_of(module)}["{module.name}"]' for module, names in kinds.items() if names]
+        lines.append("  end")
+        targets |= {(module, kind): folders_of(kind) for module, names in kinds.items() for kind in names}
+    for number, ((module, kind), folders) in enumerate(targets.items()):
+        lines.append(f'  {node_of(module)} -- {kind} --> to{number}(["{", ".join(folders)}"])')
+    return "\n".join(lines)
+
+
+def kinds_in(file: Path) -> Iterator[str]:
+    """Yields the kinds that a module looks up for which an extra has an entry."""
+    names = {
+        call.args[0].value
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in LOOKS_UP
+        if call.args and isinstance(call.args[0], ast.Constant)
+    }
+    return (kind for kind in names if folders_of(kind))
+
+
+def folders_of(kind: str) -> list[str]:
+    """Returns the folders of extras/ that have entries of a kind."""
+    paths = [entry.partition(":")[0].split(".") for entry in TABLE[kind].values()]
+    return list(dict.fromkeys(path[1] for path in paths if path[0] == "extras"))
+
+
+def node_of(module: Path) -> str:
+    return re.sub(r"\W", "_", str(module.with_suffix("")))
+
+
+if __name__ == "__main__":
+    main()
