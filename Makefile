@@ -32,6 +32,13 @@ $(VENV)/.vllm: $(VENV)/.ready $(VLLM)
 	$(if $(findstring cpu,$(VLLM)),$(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton)
 	@touch $@
 
+# verl's own functions, for the tests that hold ours against them: beside the environment, where nothing else finds them.
+VERL := $(VENV)/verl-0.9.1
+
+$(VERL)/.ready: $(VENV)/.ready requirements-verl.txt
+	@$(RUN) -m pip install --quiet --retries 0 --no-deps --upgrade --target $(VERL) --requirement requirements-verl.txt && touch $@ \
+	  || echo "The package index has no verl 0.9.1, or there is none: the tests against it are skipped."
+
 quickstart: setup  ## train an agent on FrozenLake (SEED=0 CONFIG=frozenlake)
 	$(RUN) -m scripts.quickstart --seed $(SEED) --config-name $(CONFIG)
 
@@ -44,7 +51,7 @@ multiturn: setup  ## train in whole episodes (SEED=0 GAME=frozenlake_multiturn, 
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)
 
-test: setup-vllm  ## run all tests, those of vLLM too, in two processes
+test: setup-vllm $(VERL)/.ready  ## run all tests, those of vLLM too, in two processes
 	@command -v chromedriver >/dev/null || echo "No chromedriver here (Debian: chromium chromium-driver): the report's tests in a browser are skipped."
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

@@ -132,6 +132,8 @@ def equal_as_number(answer: str, truth: str, pi: float) -> bool:
         return any(math.isclose(ours, theirs * scale, rel_tol=TOLERANCE) for scale in (0.01, 1, 100))
     if not answer or not truth:
         return False
+    if {answer[0], truth[0]} == {"(", "["} or {answer[-1], truth[-1]} == {")", "]"}:
+        return False  # an interval's end is in it or not
     if re.sub(r"[\[\](){}\s]", "", answer).lower() == re.sub(r"[\[\](){}\s]", "", truth).lower():
         return True
     ours, theirs = elements(answer), elements(truth)

@@ -216,7 +216,7 @@ PRIME_MATH = [  # (response, truth, right); the first seven were observed in ver
     ("answer: 3.14", r"\pi", True), ("answer: 3.2", r"\pi", False), (r"answer: 2\pi", "6.28", True),
     (r"answer: \pi/2", "1.5708", True), (r"answer: \pi/2", "1.6", False),
     ("answer: (1,2)", "(1, 2)", True), ("answer: (1,2,3)", "(1,2)", False), ("answer: (1,3)", "(1,2)", False),
-    ("answer: (1,2)", "[1,2]", True),  # trap: the second grade is blind to brackets
+    ("answer: (1,2)", "[1,2]", False), ("answer: [1,2]", "(1,2)", False), ("answer: 1,2", "[1,2]", True),
     ("answer: (0.5,2)", r"(\frac{1}{2},2)", False), ("answer: (100,2)", "(1,2)", True),  # trap: … and to percent inside
     ("answer: 5 or 6", "5 and 6", True), ("answer: 2,3", "23", True),  # trap: commas are of numbers
     ("answer: YES", "yes", True), ("answer: A", "B", False), (r"answer: \text{east}", "east", True),
