@@ -34,11 +34,11 @@ def start(config: Config) -> None:
         train(config, parts)
 
 
-def run(config: Config, **given: Any) -> dict[str, float]:
-    """Trains by `config`, and by what is `given` to `prepare`; returns the metrics of the last validation."""
+def run(config: Config, **arguments: Any) -> dict[str, float]:
+    """Trains by `config`; passes `arguments` on to `prepare`; returns the metrics of the last validation."""
     config = action_of(config).settle(config)
     with lock_folder(config):
-        return train(config, prepare(config, **given))
+        return train(config, prepare(config, **arguments))
 
 
 def action_of(config: Config) -> type:

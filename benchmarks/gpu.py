@@ -79,9 +79,9 @@ def main(argv: list[str] | None = None) -> None:
         figures["arms"][name] = arm_steps(name, part, workload, seconds)
     speed = product_flops(arguments.device, dtype)
     figures["product_tflops"] = speed and speed / 1e12
-    for found in figures["arms"].values():
-        if "steps" in found:
-            found |= summary(workload, speed, found["steps"][-arguments.steps :])
+    for arm in figures["arms"].values():
+        if "steps" in arm:
+            arm |= summary(workload, speed, arm["steps"][-arguments.steps :])
     print(table(figures))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -123,19 +123,19 @@ def device_name(device: str) -> str:
 
 
 class Part(NamedTuple):
-    """An arm: its python, its module, and what is meant for it alone."""
+    """An arm: its python, its module, and the module's arguments."""
 
     python: str | Path
     module: str
-    own: list[str]
+    arguments: list[str]
 
 
 def arms_here(workload: Workload, arguments: argparse.Namespace) -> dict[str, Part]:
     """Lists the arms that this machine has, by name."""
-    own = ["trainer.executor=local", *micro_batch(arguments.micro_batch_tokens), *arguments.overrides]
-    arms = {"ours": Part(sys.executable, "benchmarks.ours_arm", own)}
+    base = ["trainer.executor=local", *micro_batch(arguments.micro_batch_tokens), *arguments.overrides]
+    arms = {"ours": Part(sys.executable, "benchmarks.ours_arm", base)}
     if importlib.util.find_spec("vllm"):
-        arms["ours, vllm"] = Part(sys.executable, "benchmarks.ours_arm", [*own, "actor_rollout_ref.rollout.name=vllm"])
+        arms["ours, vllm"] = Part(sys.executable, "benchmarks.ours_arm", [*base, "actor_rollout_ref.rollout.name=vllm"])
     if has_environment() or importlib.util.find_spec("trl"):
         python = TRL_PYTHON if has_environment() else sys.executable
         arms["trl"] = Part(python, "benchmarks.trl_arm", [str(trl_micro_batch(workload, arguments.micro_batch_tokens))])
@@ -162,15 +162,15 @@ def run_tests(seconds: float) -> dict[str, Any]:
     deadline, started = time.monotonic() + seconds, time.monotonic()
     listed = pytest_output(["--collect-only", "--quiet", TESTS], deadline)
     names = [line for line in listed.splitlines() if line.startswith(f"{TESTS}::")]
-    found = test_outcomes([TESTS], deadline)
+    outcomes = test_outcomes([TESTS], deadline)
     failed = [] if names else [f"{TESTS} holds no test, or time was over"]
     for name in names:
-        if found.get(name, "FAILED") not in FAILED:
+        if outcomes.get(name, "FAILED") not in FAILED:
             continue
         alone = test_outcomes([name], deadline).get(name) if time.monotonic() < deadline else "not run alone"
         how = {"FAILED": "", "ERROR": "", "not run alone": "", None: " (does not end)"}.get(alone, " (passes alone)")
         failed.append(name.removeprefix(f"{TESTS}::") + how)
-    return {"run": len(found), "failed": failed, "seconds": time.monotonic() - started}
+    return {"run": len(outcomes), "failed": failed, "seconds": time.monotonic() - started}
 
 
 def test_outcomes(names: list[str], deadline: float) -> dict[str, str]:
@@ -220,7 +220,7 @@ def arm_steps(name: str, part: Part, workload: Workload, seconds: float) -> dict
     log = FOLDER / f"{name.replace(', ', '_')}.log"
     started = time.monotonic()
     try:
-        arm = Arm(part.python, command(part.module, workload, part.own), log, seconds)
+        arm = Arm(part.python, command(part.module, workload, part.arguments), log, seconds)
         with closing(arm):
             about, start = arm.about, time.monotonic() - started
             return {"about": about, "start_seconds": start, "steps": [arm.step() for _ in range(workload.steps)]}

@@ -192,8 +192,8 @@ def config_of(workload: Workload, overrides: list[str]) -> Config:
         "trainer.resume_mode": "disable",
         "trainer.logger": "[]",
     }
-    own = [f"{key}={value}" for key, value in settings.items()]
-    config = load_config(Arguments("ppo_trainer", CONFIG_DIR, own + overrides, print_config=False), Config)
+    defaults = [f"{key}={value}" for key, value in settings.items()]
+    config = load_config(Arguments("ppo_trainer", CONFIG_DIR, defaults + overrides, print_config=False), Config)
     check_config(config)
     return config
 

@@ -43,10 +43,10 @@ def main() -> None:
 def measure(steps: int, overrides: list[str]) -> dict:
     """Median seconds of each phase, tokens a step (prompts and responses) and tokens a second."""
     with tempfile.TemporaryDirectory() as folder:
-        own = [f"actor_rollout_ref.model.path={folder}/model", f"trainer.default_local_dir={folder}"]
-        own += [f"trainer.total_training_steps={steps + 1}", "trainer.test_freq=-1", "trainer.save_freq=-1"]
-        own += ["trainer.val_before_train=false", "trainer.logger=[]"]
-        config = load_config(Arguments("frozenlake", CONFIG_DIR, own + overrides, print_config=False), Config)
+        settings = [f"actor_rollout_ref.model.path={folder}/model", f"trainer.default_local_dir={folder}"]
+        settings += [f"trainer.total_training_steps={steps + 1}", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+        settings += ["trainer.val_before_train=false", "trainer.logger=[]"]
+        config = load_config(Arguments("frozenlake", CONFIG_DIR, settings + overrides, print_config=False), Config)
         check_config(config)
         start_command(config)
         save_tiny_model(f"{folder}/model", config.trainer.seed)

@@ -35,9 +35,9 @@ SWEEP = 4  # micro-batches tried: the whole batch, half of it, …
 
 def main() -> None:
     channel = Channel()
-    workload, own = read_arguments()
-    sweep = {} if own else sweep_micro_batches(workload)
-    micro_batch = int(own[0]) if own else min(sweep, key=sweep.get)
+    workload, words = read_arguments()
+    sweep = {} if words else sweep_micro_batches(workload)
+    micro_batch = int(words[0]) if words else min(sweep, key=sweep.get)
     trainer = build_trainer(workload, micro_batch)
     trainer.add_callback(Stepwise(channel, workload, trainer))
     channel.reply({"version": trl.__version__, "micro_batch": micro_batch, "sweep_seconds_per_batch": sweep})
@@ -162,13 +162,13 @@ def seconds_of_micro_batch(trainer: TimedTrainer, workload: Workload, size: int,
         "advantages": torch.randn(size),
         "num_items_in_batch": torch.tensor(size * workload.response_tokens),
     }
-    found: list[float] = []
-    while sum(found) < least:
+    seconds: list[float] = []
+    while sum(seconds) < least:
         start = time.perf_counter()
         trainer.compute_loss(trainer.model, inputs).backward()
-        found.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
         trainer.model.zero_grad()
-    return min(found)
+    return min(seconds)
 
 
 if __name__ == "__main__":

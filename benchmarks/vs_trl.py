@@ -143,8 +143,8 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     if not model.is_dir():
         make = [sys.executable, "-m", "benchmarks.models", arguments.size, str(model), str(arguments.seed)]
         subprocess.run(make, check=True, cwd=ROOT)
-    own = {name: vars(arguments)[name] for name in ("seed", "ragged", "replay")}
-    return Workload.of(arguments, model, FOLDER, **own)
+    options = {name: vars(arguments)[name] for name in ("seed", "ragged", "replay")}
+    return Workload.of(arguments, model, FOLDER, **options)
 
 
 class Arm:
@@ -184,10 +184,10 @@ class Arm:
 
 def start_arms(workload: Workload, arguments: argparse.Namespace, running: ExitStack) -> dict[str, Arm]:
     """One after the other, so that TRL's sweep has the machine to itself; `running` will close them."""
-    own = {"ours": arguments.overrides, "trl": [str(arguments.trl_micro_batch)] if arguments.trl_micro_batch else []}
+    words = {"ours": arguments.overrides, "trl": [str(arguments.trl_micro_batch)] if arguments.trl_micro_batch else []}
     arms = {}
     for name, python in (("ours", sys.executable), ("trl", TRL_PYTHON)):
-        arm = Arm(python, command(f"benchmarks.{name}_arm", workload, own[name]), FOLDER / f"{name}.log")
+        arm = Arm(python, command(f"benchmarks.{name}_arm", workload, words[name]), FOLDER / f"{name}.log")
         running.callback(arm.close)
         arms[name] = arm
     return arms

@@ -221,6 +221,6 @@ def read_arguments() -> tuple[Workload, list[str]]:
     return Workload(**arguments.workload), arguments.own
 
 
-def command(module: str, workload: Workload, own: list[str]) -> Iterator[str]:
+def command(module: str, workload: Workload, words: list[str]) -> Iterator[str]:
     """Builds the command line that `read_arguments` reads, for `python`."""
-    yield from ("-m", module, json.dumps(asdict(workload)), *own)
+    yield from ("-m", module, json.dumps(asdict(workload)), *words)

@@ -113,14 +113,14 @@ def users_line_noted() -> Iterator[None]:
 
 
 @contextmanager
-def warns_of_close(what: str) -> Iterator[None]:
-    """Turns an error of closing `what` into a warning: nothing depends on it any more."""
+def warns_of_close(name: str) -> Iterator[None]:
+    """Turns an error of closing `name` into a warning: nothing depends on it any more."""
     try:
         yield
     except Exception as error:
         location = users_line(error)
         logger.warning(
-            "%s could not be closed: %s: %s%s", what, type(error).__name__, error, f" ({location})" if location else ""
+            "%s could not be closed: %s: %s%s", name, type(error).__name__, error, f" ({location})" if location else ""
         )
 
 

@@ -182,10 +182,10 @@ def checked_config(arguments: Arguments, schema: type, check: Callable[[Any], No
 
 def note_environment(composed: DictConfig) -> None:
     """Notes which settings name variables of the environment, for whoever writes them down."""
-    for key, given in leaves(composed):
-        if "${oc.env:" in str(given) and not key.endswith("model.path"):  # by which a checkpoint is known
+    for key, raw in leaves(composed):
+        if "${oc.env:" in str(raw) and not key.endswith("model.path"):  # by which a checkpoint is known
             value = OmegaConf.select(composed, key)
-            unresolved[key] = given, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+            unresolved[key] = raw, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
 def name_of_experiment(composed: DictConfig, overrides: list[str]) -> str:

@@ -226,9 +226,9 @@ def safe_settings(config: Any) -> dict[str, Any]:
 
 def without_secrets(value: Any, schema: type, key: str = "") -> Any:
     """Masks the secrets in a setting, or in a section; what was read from the environment is named instead."""
-    given, resolved = unresolved.get(key, (None, None))
-    if given is not None and value == resolved:
-        value = given
+    raw, resolved = unresolved.get(key, (None, None))
+    if raw is not None and value == resolved:
+        value = raw
     if isinstance(value, Mapping):
         return {name: without_secrets(item, schema, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
     if isinstance(value, list):

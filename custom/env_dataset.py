@@ -106,14 +106,14 @@ class CustomEnvDataset(RLHFDataset):
             return None
         return self._fit(prompt_ids, self._origin(state))
 
-    def check_sizes(self, states: Iterable[EnvState], what: str) -> None:
-        """Measures the prompts of `states`, which messages call `what`; too long ones are refused, or reported."""
+    def check_sizes(self, states: Iterable[EnvState], label: str) -> None:
+        """Measures the prompts of `states`, which messages call `label`; too long ones are refused, or reported."""
         settings, lengths = self.config, [len(self._encode_whole(state)) for state in states]
         longest, overlong = max(lengths), sum(length > settings.max_prompt_length for length in lengths)
         if not overlong:
             return
         text = (
-            f"{type(self).__name__}: {overlong} of {len(lengths)} {what} have prompts of more than "
+            f"{type(self).__name__}: {overlong} of {len(lengths)} {label} have prompts of more than "
             f"data.max_prompt_length={settings.max_prompt_length} tokens, the longest {longest}"
         )
         none_left = settings.filter_overlong_prompts and overlong == len(lengths)

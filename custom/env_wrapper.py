@@ -180,8 +180,8 @@ def make_text_env(
     if module:
         load_module(module)
     settings |= {"observation_to_text": observation_to_text, "text_to_action": text_to_action}
-    given = {key: value for key, value in settings.items() if value is not None and key not in OF_ONE_RUN}
+    overrides = {key: value for key, value in settings.items() if value is not None and key not in OF_ONE_RUN}
     entry = ENVIRONMENTS.get(name, {})
-    env_kwargs = {**entry.get("env_kwargs", {}), **{key: given.pop(key) for key in given.keys() - SETTINGS}}
-    ENVIRONMENTS[name] = {**entry, "env_kwargs": env_kwargs, **given}
+    env_kwargs = {**entry.get("env_kwargs", {}), **{key: overrides.pop(key) for key in overrides.keys() - SETTINGS}}
+    ENVIRONMENTS[name] = {**entry, "env_kwargs": env_kwargs, **overrides}
     return make_env(env_id, **settings)

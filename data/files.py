@@ -149,8 +149,8 @@ locked: dict[Path, os.stat_result] = {}  # by folder: the lock of the run in thi
 
 def check_is_ours(folder: str | Path) -> None:
     """Raises FolderLost unless the run that `sole_run` let into `folder` still has it; others are not asked."""
-    path, mine = Path(folder) / "run.lock", locked.get(Path(folder))
-    if mine and not (path.exists() and os.path.samestat(mine, path.stat())):
+    path, lock_stat = Path(folder) / "run.lock", locked.get(Path(folder))
+    if lock_stat and not (path.exists() and os.path.samestat(lock_stat, path.stat())):
         raise FolderLost(
             f"trainer.default_local_dir={folder} was deleted or moved while this run went on; what is there now is not "
             "its own. It ends here, and nothing more is written there."

@@ -158,7 +158,7 @@ def write_rows(rows: Any, path: Path) -> str:
             try:
                 json.dumps(value, default=lambda item: item.tolist())  # of tensors, arrays and numpy's numbers
             except (TypeError, ValueError, AttributeError) as error:
-                kept = "rows are kept as JSON: texts, numbers, lists and dicts"
-                raise ValueError(f"rows[{number}][{column!r}] is {value!r}; {kept}.") from error
+                rule = "rows are kept as JSON: texts, numbers, lists and dicts"
+                raise ValueError(f"rows[{number}][{column!r}] is {value!r}; {rule}.") from error
     dump_jsonl(path, table)
     return str(path)

@@ -33,10 +33,10 @@ END_REASON_OF = {"stop": "terminated", "length": "max_tokens", "aborted": "abort
 
 @dataclass(frozen=True)
 class NotScored:
-    """A reward's result for a row that it could not score: `outcome` is timeout or error, `said` why."""
+    """A reward's result for a row that it could not score: `outcome` is timeout or error, `reason` says why."""
 
     outcome: str
-    said: str
+    reason: str
     trace: str = ""
 
 

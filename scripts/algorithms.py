@@ -49,8 +49,8 @@ def main() -> None:
 
 
 def recipe_config(name: str, seed: int, overrides: list[str]) -> Config:
-    own = [f"recipe={name}", f"trainer.default_local_dir={FOLDER / name}"]
-    return new_run("frozenlake_short", seed, own, overrides)
+    settings = [f"recipe={name}", f"trainer.default_local_dir={FOLDER / name}"]
+    return new_run("frozenlake_short", seed, settings, overrides)
 
 
 def report() -> None:

@@ -118,8 +118,8 @@ def conversation(dataset: CustomEnvDataset, moves: list[tuple[EnvState, str]]) -
     [(start, _), *_] = moves
     messages = dataset.messages(start)
     for number, (state, answer) in enumerate(moves):
-        told = dataset.turn_messages(state) if number else []
-        messages += [*told, {"role": "assistant", "content": answer}]
+        turn = dataset.turn_messages(state) if number else []
+        messages += [*turn, {"role": "assistant", "content": answer}]
     return messages
 
 

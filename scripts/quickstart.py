@@ -75,9 +75,9 @@ def script_parser(description: str | None, seeded: str) -> argparse.ArgumentPars
     return parser
 
 
-def new_run(config_name: str, seed: int, own: Sequence[str], overrides: Sequence[str]) -> Config:
-    """Returns the checked config of a new run, with a script's `own` settings and over them the user's."""
-    config = compose(Config, config_name, [f"trainer.seed={seed}", "trainer.resume_mode=disable", *own, *overrides])
+def new_run(config_name: str, seed: int, presets: Sequence[str], overrides: Sequence[str]) -> Config:
+    """Returns the checked config of a new run, with a script's `presets` and over them the user's `overrides`."""
+    config = compose(Config, config_name, [f"trainer.seed={seed}", "trainer.resume_mode=disable", *presets, *overrides])
     check_config(config)
     return config
 
@@ -136,7 +136,7 @@ def imitate(config: Config, folder: Path, lessons: Sequence[Lesson]) -> None:
         shutil.copytree(model, target)  # whose tokenizer the rows may need
         rows = folder / f"demonstrations_{number}.jsonl"
         dump_jsonl(rows, lesson.rows(config))
-        own = [
+        settings = [
             f"trainer.seed={seed}",
             f"data.train_files={rows}",
             f"model.path={model}",
@@ -144,7 +144,7 @@ def imitate(config: Config, folder: Path, lessons: Sequence[Lesson]) -> None:
             f"trainer.default_local_dir={folder}/sft_{number}",
             "trainer.resume_mode=disable",
         ]
-        model = sft_trainer.run(compose(SFTConfig, lesson.sft, [*own, *lesson.overrides]))
+        model = sft_trainer.run(compose(SFTConfig, lesson.sft, [*settings, *lesson.overrides]))
     shutil.rmtree(target)
     shutil.copytree(model, target)
 

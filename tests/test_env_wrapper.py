@@ -553,8 +553,8 @@ def test_a_move_that_the_environment_cannot_score_is_its_responses_failure_alone
     data = DataProto.from_single_dict({"responses": ["1", "2", "3"], "extra_info": info})
     before, failed, after = manager(data)
     assert before == after == {"score": 0.5, "valid_action": 1.0} and isinstance(failed, NotScored)
-    assert failed.said.startswith(f"Broken-v0 {says}, after reset(seed=7) and actions [2]")
-    assert ("(at " in failed.said) is (error is not None)
+    assert failed.reason.startswith(f"Broken-v0 {says}, after reset(seed=7) and actions [2]")
+    assert ("(at " in failed.reason) is (error is not None)
 
 
 def test_held_out_seeds_leave_training_states_where_all_seeds_share_one_map():

@@ -40,12 +40,12 @@ from workers.ray_group import (
     Resources,
     WorkerError,
     WorkerLost,
-    asked_and_there,
     check_machine,
     joins_cluster,
     lacking,
     remote_class,
     reserve,
+    resources_line,
     start_pools,
     worker_environment,
 )
@@ -516,11 +516,11 @@ def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_running_cluster_is_asked_for_gpus_that_are_not_here(cluster: None):
-    assert "there: Ray at " in asked_and_there([Resources(workers=1, threads=1, gpus=0)], on_ray=True)
+    assert "there: Ray at " in resources_line([Resources(workers=1, threads=1, gpus=0)], on_ray=True)
     with pytest.raises(ConfigError, match=r"asked: 64 workers .* there: Ray at .* × \(✗ 2 CPU, ✗ 0 GPU\)"):
-        asked_and_there([Resources(workers=64, threads=1, gpus=1)], on_ray=True)
+        resources_line([Resources(workers=64, threads=1, gpus=1)], on_ray=True)
     with pytest.raises(ConfigError, match=r"there: 1 machine × \(\d+ CPU, ✗ \d+ GPU\)"):
-        asked_and_there([Resources(workers=64, threads=1, gpus=1)], on_ray=False)
+        resources_line([Resources(workers=64, threads=1, gpus=1)], on_ray=False)
 
 
 @pytest.mark.parametrize(
@@ -554,7 +554,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
     check_machine(compose("trainer.n_gpus_per_node=0"))
     assert capsys.readouterr().err == ""
     with pytest.raises(ValueError, match=r"asked: 2 workers .*, 1 GPU.* ✗ 0 GPU") as refused:
-        asked_and_there([Resources(workers=2, threads=1, gpus=1)], on_ray=False)
+        resources_line([Resources(workers=2, threads=1, gpus=1)], on_ray=False)
     assert said is None or found in str(refused.value)
 
 

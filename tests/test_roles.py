@@ -63,7 +63,7 @@ def build(worker):
 
 
 register_role(
-    RoleSpec("guesser", build, section="critic", columns=("guesses",), given=("columns",), update="update")
+    RoleSpec("guesser", build, section="critic", columns=("guesses",), arguments=("columns",), update="update")
 )
 
 

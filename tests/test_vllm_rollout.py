@@ -168,7 +168,7 @@ def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
             model.model.embed_tokens.weight.mul_(1.5)
         stale = probe_distance(rollout, policy)
         assert 0 < sync.update(1)["rollout/sync_max_logprob_diff"] < 0.3 < stale
-    assert sync.is_comparable and sync.held.dtype == torch.bfloat16
+    assert sync.is_comparable and sync.engine_sums.dtype == torch.bfloat16
     rollout.close()
 
 

@@ -114,7 +114,7 @@ class Trainer:
 
     def _run(self, reward: Callable | str | None, more: Mapping[str, Any]) -> dict[str, float]:
         """Does a run with further settings, which win; returns the metrics of its last validation."""
-        settings = {**self._given(reward), **self.settings, **more}
+        settings = {**self._settings_of(reward), **self.settings, **more}
         config = compose("ppo_trainer", [as_override(*item) for item in settings.items()])
         self._check(config, reward)
         try:
@@ -133,10 +133,10 @@ class Trainer:
         if other and callable(reward) and reward is self.reward:
             raise ConfigError(f"{other} scores the answers, and a reward is given: take one of the two back.")
 
-    def _given(self, reward: Callable | str | None) -> dict[str, Any]:
-        """Writes objects into the run's folder; returns the settings that name all that was given."""
+    def _settings_of(self, reward: Callable | str | None) -> dict[str, Any]:
+        """Writes objects into the run's folder; returns the settings that name them."""
         start, model, tokenizer = self.folder / "start_model", self.model, self.tokenizer
-        given = {NAME: self.folder.name, "trainer.save_freq": LAST, **settings_of_environment(self.environment)}
+        settings = {NAME: self.folder.name, "trainer.save_freq": LAST, **settings_of_environment(self.environment)}
         if isinstance(model, PreTrainedModel):
             tokenizer = tokenizer or model.name_or_path or None
             if find_checkpoint(self.folder, "auto", None) is None:
@@ -145,17 +145,17 @@ class Trainer:
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer.save_pretrained(start)
             tokenizer = start
-        given |= {f"{MODEL}.path": model, f"{MODEL}.tokenizer_path": tokenizer}
+        settings |= {f"{MODEL}.path": model, f"{MODEL}.tokenizer_path": tokenizer}
         if isinstance(reward, str):
             path, name = split_object(reward)
-            given |= {f"{REWARD}.path": path} | ({f"{REWARD}.name": name} if name else {})
+            settings |= {f"{REWARD}.path": path} | ({f"{REWARD}.name": name} if name else {})
         if isinstance(self.rows, DataLoader):
             is_ordered = isinstance(self.rows.sampler, SequentialSampler)
-            given |= {"data.train_batch_size": self.rows.batch_size, "data.shuffle": not is_ordered}
+            settings |= {"data.train_batch_size": self.rows.batch_size, "data.shuffle": not is_ordered}
         for name, rows in (("train", self.rows), ("val", self.val_rows)):
             if rows is not None:
-                given[f"data.{name}_files"] = write_rows(rows, self.folder / f"{name}_rows.jsonl")
-        return given
+                settings[f"data.{name}_files"] = write_rows(rows, self.folder / f"{name}_rows.jsonl")
+        return settings
 
 
 @dataclass(eq=False, repr=False)

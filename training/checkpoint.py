@@ -81,7 +81,7 @@ class Saver:
     ) -> None:
         self.root, self.write, self.written, self.keep = root, write, written, keep
         self.newest = 0
-        self.kept: Callable[[], Iterable[int]] = tuple
+        self.kept_steps: Callable[[], Iterable[int]] = tuple
         self.unnamed: int | None = None  # the step of the checkpoint that is being written
         self.error: Exception | None = None  # of the last save
 
@@ -106,7 +106,7 @@ class Saver:
                 if not wait:
                     return {}
                 time.sleep(POLL_SECONDS)
-            name_checkpoint(self.root, step, self.keep, self.kept)
+            name_checkpoint(self.root, step, self.keep, self.kept_steps)
         except WRITE_ERRORS as error:
             return self._failed(step, error)
         self.unnamed, self.newest = None, step
@@ -141,8 +141,8 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> No
         undone.pop_all()
 
 
-def name_checkpoint(root: Path, step: int, keep: int | None, kept: Callable[[], Iterable[int]] = tuple) -> None:
-    """Gives a whole checkpoint its name, and removes all but the newest `keep` up to it, and those that are `kept`."""
+def name_checkpoint(root: Path, step: int, keep: int | None, kept_steps: Callable[[], Iterable[int]] = tuple) -> None:
+    """Gives a whole checkpoint its name, and removes the older ones but the newest `keep` and those of `kept_steps`."""
     final = root / f"global_step_{step}"
     temporary, replaced = final.with_name(WRITING + final.name), final.with_name(REPLACED + final.name)
     try:
@@ -158,7 +158,7 @@ def name_checkpoint(root: Path, step: int, keep: int | None, kept: Callable[[], 
     finally:
         clear_leftovers(root)
     older = [number for number in saved_steps(root) if number <= step][: -keep if keep else 0]
-    for old in {*older}.difference(kept()):
+    for old in {*older}.difference(kept_steps()):
         remove(root / f"global_step_{old}")
 
 
@@ -255,7 +255,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         )
     saved, current = settings_of(folder / CONFIG_FILE), dict(flatten(with_whole_paths(asdict(config))))
     contents = next((value for name, value in saved.items() if name.endswith("checkpoint.save_contents")), RESUMED)
-    if lacking := lacks(contents):
+    if lacking := missing_parts(contents):
         raise ConfigError(
             f"trainer.resume_mode={trainer.resume_mode}: {folder} was saved without {lacking}, and no run goes on from "
             f"it. Set trainer.resume_mode=disable; to start from its weights, name its huggingface/ as {key}."
@@ -274,7 +274,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     return folder
 
 
-def lacks(contents: Iterable[str]) -> str:
+def missing_parts(contents: Iterable[str]) -> str:
     """Names the parts that a run resumes from and that are not among the `contents` of a checkpoint."""
     return ", ".join(part for part in RESUMED if part not in contents)
 

@@ -67,7 +67,7 @@ class StateDataset(Protocol):
     def turn_messages(self, state: Any) -> list[Message]:
         """Returns the messages that show `state` to the policy after an action, in a transcript."""
 
-    def check_sizes(self, states: Iterable[Any], what: str) -> None:
+    def check_sizes(self, states: Iterable[Any], label: str) -> None:
         """Raises ValueError for prompts that are too long and may not be cut."""
 
 

@@ -17,7 +17,7 @@ from configs.process import in_notebook
 from configs.schema import TrainerConfig
 from configs.settings import LAST
 from data.protocol import DataProto
-from training.checkpoint import CONFIG_FILE, find_checkpoint, lacks
+from training.checkpoint import CONFIG_FILE, find_checkpoint, missing_parts
 from training.episode_rows import EpisodeRows
 from training.metric_utils import CORE_VARIABLES
 from training.tracking import METRICS_FILE, short_number
@@ -39,7 +39,7 @@ def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
             f"{written}. No checkpoint will be written, and the trained model is gone when the run ends: "
             "trainer.save_freq=last saves it after the last step, trainer.save_freq=N every N steps as well."
         )
-    resume = f" (without {lacking} it cannot be resumed from)" if (lacking := lacks(contents)) else ""
+    resume = f" (without {lacking} it cannot be resumed from)" if (lacking := missing_parts(contents)) else ""
     return f"{written}, and {' and '.join(times)} a checkpoint of {', '.join(contents)}{resume}."
 
 
@@ -64,7 +64,7 @@ def ended_early(run: Any, signal: str) -> str:
     text = f"stopped by {signal} after step {step} of {total_steps}"
     if saved < step:
         return f"{text}, which could not be saved: {steps_lost(saved, step)}."
-    if lacking := lacks(run.contents):
+    if lacking := missing_parts(run.contents):
         return f"{text}, which is saved without {lacking}: it cannot be resumed from."
     command = "train()" if in_notebook() else "the same command"
     command += " with trainer.resume_mode=auto" * (run.config.trainer.resume_mode != "auto")

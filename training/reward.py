@@ -291,10 +291,10 @@ def validate_result(
 def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: str) -> None:
     """Warns of responses that the reward called `name` could not score, with the most frequent cause; raises
     RuntimeError if they are more than reward.max_failed_fraction of `rows`."""
-    [(problem, times)] = Counter(failure.said for failure in failures.values()).most_common(1)
+    [(problem, times)] = Counter(failure.reason for failure in failures.values()).most_common(1)
     kinds = Counter(failure.outcome for failure in failures.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    example = next(failure for failure in failures.values() if failure.said == problem)
+    example = next(failure for failure in failures.values() if failure.reason == problem)
     cause = f"the reward {name} {'raised' if example.trace else 'failed:'} {problem}"
     summary = f"{len(failures)} of {rows} responses could not be scored ({counts})"
     if len(failures) <= config.max_failed_fraction * rows:

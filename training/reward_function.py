@@ -86,11 +86,11 @@ class Form:
             known = {*self.columns, *FACTS}
             unknown = {name for name, kind in kinds.items() if kind not in VARIADIC} - known - reward_kwargs.keys()
             self.of_data = {name for name in unknown if not is_setting(function, name)}
-        self.given = (known & kinds.keys()) | self.of_data
+        self.argument_names = (known & kinds.keys()) | self.of_data
         has_kwargs = inspect.Parameter.VAR_KEYWORD in kinds.values()
         self.takes_every_column = has_kwargs and self.columns is TRL
         if has_kwargs:
-            self.given |= set(list(self.columns)[:VERL_ARGUMENTS])
+            self.argument_names |= set(list(self.columns)[:VERL_ARGUMENTS])
         self.needed = self.of_data & set(required_arguments(function))
         ground_truth = "ground_truths" if self.columns is LISTS else "ground_truth"
         self.needs_ground_truth = ground_truth not in reward_kwargs and requires(signature, ground_truth)
@@ -150,7 +150,7 @@ class FunctionReward:
                 f"{key}: {callable_name(function)} needs {' and '.join(missing)}: serve a judge yourself "
                 f"(python -m extras.server), and set {settings}.reward_router_address=HOST:PORT."
             )
-        arguments = dict.fromkeys(sorted(self.form.given))
+        arguments = dict.fromkeys(sorted(self.form.argument_names))
         bind(function, arguments, self.reward_kwargs, "the reward function", settings=settings)
 
     @property
@@ -190,7 +190,7 @@ class FunctionReward:
 
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """Returns the arguments that the function names: of a call for every response, or of one for all."""
-        names = self.form.given
+        names = self.form.argument_names
         if not self.form.columns:
             offered = {"data": data, "tokenizer": self.tokenizer}
             return [{name: offered[name] for name in names}]

@@ -40,8 +40,8 @@ class RoleSpec:
         build: called in each worker with its `ModelWorker`, returns the object whose methods `Role` calls; a function,
             or "module:function".
         section: its settings in the config; one that learns has optim, ppo_epochs, ppo_mini_batch_size and shuffle.
-        columns: that its method `compute` makes of a batch; it is called with rows, and then with what `given` lists:
-            the sampling "temperature", the "columns" that are read.
+        columns: that its method `compute` makes of a batch; `compute` is called with rows and `arguments`.
+        arguments: of `compute`: the sampling "temperature", the "columns" that are read.
         objects: columns of objects that it reads.
         reads: says of a config which tensors methods read beside `SEQUENCES`; one that is not there is given all.
         update: its method that takes one step on a mini-batch; None: it does not learn.
@@ -56,7 +56,7 @@ class RoleSpec:
     section: str = ""
     columns: tuple[str, ...] = ()
     compute: str = "compute"
-    given: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     objects: tuple[str, ...] = ()
     update: str | None = None
     stage: str | None = None
@@ -99,7 +99,7 @@ for entry in (
         section="actor_rollout_ref.actor",
         columns=OF_POLICY,
         compute="compute_log_prob",
-        given=("temperature", "columns"),
+        arguments=("temperature", "columns"),
         update="update_policy",
         stage="old_log_prob",
         wanted=always,
@@ -121,7 +121,7 @@ for entry in (
         section="actor_rollout_ref.ref",
         columns=("ref_log_prob",),
         compute="compute_log_prob",
-        given=("temperature", "columns"),
+        arguments=("temperature", "columns"),
         turn=-1,
         reads=lambda config: {"compute_log_prob": ()},
     ),

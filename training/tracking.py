@@ -234,12 +234,12 @@ class ConsoleLine(Observer):
         while not self.over.wait(1.0):
             stage, seconds = present_stage()
             if self.progress and not is_debugged():
-                told = f"{stage} for {seconds:.0f} s" if seconds >= LONG_SECONDS else ""
-                description = "  ".join(filter(None, (self.line, told)))
+                text = f"{stage} for {seconds:.0f} s" if seconds >= LONG_SECONDS else ""
+                description = "  ".join(filter(None, (self.line, text)))
                 if description != self.progress.tasks[0].description:
                     self._draw(description)
-            said = max(self.last_line, latest[-1].created if latest else -math.inf)  # a notice names who is waited for
-            if not self.progress and seconds > SILENT_SECONDS and time.time() - said > SILENT_SECONDS:
+            last_output = max(self.last_line, latest[-1].created if latest else -math.inf)  # a notice says who waits
+            if not self.progress and seconds > SILENT_SECONDS and time.time() - last_output > SILENT_SECONDS:
                 print(f"step {self.run.global_step}/{self.run.total_steps}  {stage} for {seconds:.0f} s", flush=True)
                 self.last_line = time.time()
 

@@ -92,8 +92,8 @@ class Role:
         """Calls all workers with their shares of `batch`; joins the rows that they answer, or returns the answer that
         all agree on, such as metrics."""
         if method in self.reads:
-            kept = {*SEQUENCES, *self.reads[method]}
-            batch = batch.select([name for name in batch.tensors if name in kept])
+            columns = {*SEQUENCES, *self.reads[method]}
+            batch = batch.select([name for name in batch.tensors if name in columns])
         shares = shares_of(batch, self.group.size // self.peers, self.spec.objects, self.spec.like_policy)
         answers = self._deal(method, [(share, *arguments) for share in shares])
         return DataProto.concat(answers) if isinstance(answers[0], DataProto) else answers[0]
@@ -101,7 +101,7 @@ class Role:
     def compute(self, batch: DataProto, columns: Sequence[str], temperature: float) -> DataProto:
         """Makes `columns`, which are some of the role's, of each row of `batch`."""
         facts = {"columns": columns, "temperature": temperature}
-        return self.rows(self.spec.compute, batch, *[facts[name] for name in self.spec.given])
+        return self.rows(self.spec.compute, batch, *[facts[name] for name in self.spec.arguments])
 
     def _deal(self, method: str, shares: Sequence[tuple]) -> list[Any]:
         calls = [share for share in shares for _ in range(self.peers)]

@@ -124,9 +124,9 @@ class RayWorkerGroup:
                 settings = os.getcwd(), resources.threads, model, derive_seed(seed, "process", index)
                 self.workers.append(remote_class(resources, placement, index).remote(*settings, f"{self.name}/{index}"))
                 cleanup.callback(ray.kill, self.workers[-1])
-            here = ray.util.get_node_ip_address()
+            ip = ray.util.get_node_ip_address()
             with NamedTemporaryFile(dir=folder, prefix=".seen_") as new:
-                self.places = self._wait("start", [one.place.remote(here, folder and new.name) for one in self.workers])
+                self.places = self._wait("start", [each.place.remote(ip, folder and new.name) for each in self.workers])
             if self.size > 1:
                 alone = resources.nodes == 1  # on a machine
                 [address] = self._wait("open_store", [self.workers[0].open_store.remote(self.size, alone)])
@@ -295,7 +295,7 @@ def worker_summary(config: Config) -> str:
     """Says in a line what the run's workers ask for, and what is there; raises ConfigError where that is less."""
     pools = [pool.trainer for pool, _ in pools_of(config)]
     on_ray = any(map(uses_ray, pools))
-    return asked_and_there([*map(Resources.from_config, pools)], on_ray, config.trainer.default_local_dir)
+    return resources_line([*map(Resources.from_config, pools)], on_ray, config.trainer.default_local_dir)
 
 
 class RemoteWorker:
@@ -376,11 +376,11 @@ def worker_environment(n_threads: int) -> dict[str, str]:
 def reserve(resources: Resources) -> PlacementGroup:
     """Reserves a placement group of one bundle a machine, on machines apart where there are as many; raises ConfigError
     if the cluster does not have it, or others do not free it in time."""
-    line, waited = asked_and_there([resources], on_ray=True), 0.0
+    line, waited = resources_line([resources], on_ray=True), 0.0
     placement = placement_group([resources.bundle()] * resources.nodes, strategy="SPREAD")
     while not placement.wait(PLACEMENT_SECONDS):
         waited += PLACEMENT_SECONDS
-        line = f"{asked_and_there([resources], on_ray=True)}: not there, or not free, for {waited:.0f} s."
+        line = f"{resources_line([resources], on_ray=True)}: not there, or not free, for {waited:.0f} s."
         if waited >= resources.patience:
             remove_placement_group(placement)
             raise ConfigError(f"{line} Stop other jobs, or lower trainer.n_threads.", "trainer.n_threads")
@@ -388,19 +388,19 @@ def reserve(resources: Resources) -> PlacementGroup:
     return placement
 
 
-def asked_and_there(pools: Sequence[Resources], on_ray: bool, folder: str = ".") -> str:
+def resources_line(pools: Sequence[Resources], on_ray: bool, folder: str = ".") -> str:
     """Says in a line what `pools` of workers ask for, and what is there: on this machine, or in the cluster that a run
     `on_ray` joins; what is too little has a ✗, and is refused by that line, unless there is patience for machines."""
     joined = on_ray and joins_cluster()
     present = machines() if joined else [{"CPU": available_cores()[0], "GPU": torch.cuda.device_count()}]
     marks = dict.fromkeys(KINDS, "") | dict.fromkeys(lacking(pools, present, on_ray), "✗ ")
-    each = Counter(", ".join(f"{marks[name]}{one.get(name, 0):g} {name}" for name in KINDS) for one in present)
-    there = " + ".join(f"{plural(count, 'machine')} × ({text})" for text, count in each.items())
+    each = Counter(", ".join(f"{marks[name]}{machine.get(name, 0):g} {name}" for name in KINDS) for machine in present)
+    available = " + ".join(f"{plural(count, 'machine')} × ({text})" for text, count in each.items())
     if joined:
         free = ", ".join(f"{ray.available_resources().get(name, 0):g} {name}" for name in KINDS)
-        there = f"Ray at {ray.get_runtime_context().gcs_address}, {there}, free: {free}"
-    asked = f"{' and '.join(map(str, pools))}, {'Ray actors' if on_ray else 'this process'}"
-    line = f"asked: {asked} · there: {there}; here {memory_and_disk(folder)}"
+        available = f"Ray at {ray.get_runtime_context().gcs_address}, {available}, free: {free}"
+    requested = f"{' and '.join(map(str, pools))}, {'Ray actors' if on_ray else 'this process'}"
+    line = f"asked: {requested} · there: {available}; here {memory_and_disk(folder)}"
     if "✗" in line and not (joined and any(pool.patience for pool in pools)):
         remedy = "Lower trainer.n_threads, n_workers_per_node, n_gpus_per_node or nnodes, or `ray start` machines."
         raise ConfigError(f"{line}. {remedy} {gpu_trouble() or ''}".strip(), "trainer.n_workers_per_node")
@@ -411,11 +411,11 @@ def lacking(pools: Sequence[Resources], present: Sequence[dict[str, float]], on_
     """Names what the machines `present` have too little of for the bundles of all pools; only Ray reserves cores."""
     names, free = KINDS if on_ray else ["GPU"], [dict.fromkeys(KINDS, 0.0) | machine for machine in present]
     bundles = [dict.fromkeys(KINDS, 0.0) | pool.bundle() for pool in pools for _ in range(pool.nodes)]
-    for bundle in sorted(bundles, key=lambda one: (one["GPU"], one["CPU"]), reverse=True):
-        fitting = [one for one in free if all(one[name] >= bundle[name] for name in names)]
+    for bundle in sorted(bundles, key=lambda amounts: (amounts["GPU"], amounts["CPU"]), reverse=True):
+        fitting = [machine for machine in free if all(machine[name] >= bundle[name] for name in names)]
         if not fitting:
-            return [name for name in names if max(one[name] for one in free) < bundle[name]] or [*names]
-        tightest = min(fitting, key=lambda one: (one["GPU"], one["CPU"]))
+            return [name for name in names if max(machine[name] for machine in free) < bundle[name]] or [*names]
+        tightest = min(fitting, key=lambda amounts: (amounts["GPU"], amounts["CPU"]))
         tightest.update({name: tightest[name] - bundle[name] for name in names})
     return []
 

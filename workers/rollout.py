@@ -211,18 +211,18 @@ class Rollout:
                 f"{request.id}: a log-prob for each token, and at most request.sampling.max_tokens={most} tokens."
             )
         last = self.vocab_size - 1
-        for what, values, kind, low, high, rule in (
+        for label, values, kind, low, high, rule in (
             ("token id", done.token_ids, numbers.Integral, 0, last, f"they are integers from 0 to {last}"),
             ("log-prob", done.log_probs, numbers.Real, -math.inf, ROUNDED, "they are numbers, and not above 0"),
         ):
             fits = all(issubclass(each, kind) and each is not bool for each in {*map(type, values)})
             if fits and low <= min(values, default=low) <= max(values, default=low) <= high:
                 continue  # there may be millions
-            for one in values:
-                if isinstance(one, bool) or not isinstance(one, kind) or one < low or one > high:
-                    raise ValueError(f"{name} returned the {what} {one!r} for request {request.id}: {rule}.")
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, kind) or value < low or value > high:
+                    raise ValueError(f"{name} returned the {label} {value!r} for request {request.id}: {rule}.")
         if not math.isfinite(sum(done.log_probs)):
-            place = [math.isfinite(one) for one in done.log_probs].index(False) + 1
+            place = [math.isfinite(value) for value in done.log_probs].index(False) + 1
             raise divergence(self.weight_version, f"request {request.id}, token {place} of its response")
         return done
 

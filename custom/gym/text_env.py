@@ -64,12 +64,12 @@ def success_rule(rule: SuccessConfig | Mapping[str, Any] | None) -> SuccessConfi
     return None if rule == SuccessConfig() else rule
 
 
-def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total: float, said: bool = False) -> bool:
-    """Says whether an episode that is over fulfils `rule`: `total` is the sum of its rewards, `said` the last
+def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total: float, flag: bool = False) -> bool:
+    """Returns whether an episode that is over fulfils `rule`: `total` is the sum of its rewards, `flag` the last
     info["success"]."""
     return (
         rule.terminated in (None, terminated)
-        and rule.said in (None, bool(said))
+        and rule.said in (None, bool(flag))
         and (rule.last_reward_above is None or last_reward > rule.last_reward_above)
         and (rule.return_above is None or total > rule.return_above)
     )

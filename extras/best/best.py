@@ -27,7 +27,7 @@ class Best(Observer):
         trainer, self.settings = run.config.trainer, run.config.trainer.early_stop
         self.saving = Scores("trainer.save_best", trainer.save_best, self.settings.mode)
         self.stopping = Scores("trainer.early_stop.metric", self.settings.metric, self.settings.mode)
-        run.saver.kept = self.best_saved
+        run.saver.kept_steps = self.best_saved
 
     def started(self, step: int) -> None:
         for entry in read_metrics(self.run.folder / METRICS_FILE):

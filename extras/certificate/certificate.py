@@ -48,7 +48,7 @@ class Certificate(WeightSync):
         super().__init__(engine, policy)
         self.gathers = not engine.own_weights and policy.parallel.lockstep
         self.is_first = True
-        self.held: Checksums | None = None  # the engine's; None: it cannot say, or has no copy
+        self.engine_sums: Checksums | None = None  # the engine's; None: it cannot say, or has no copy
         self.trained: Checksums | None = None  # the policy's
         self.gathered: Checksums | None = None  # of the shards, as the engine has them
         self.is_comparable = True  # whether the totals of the two are the same if all is right
@@ -60,7 +60,7 @@ class Certificate(WeightSync):
     def update(self, version: int) -> dict[str, float]:
         metrics, first = super().update(version), self.is_first
         self.is_first = False
-        if first and self.engine.own_weights and rank() == 0 and not (self.held and self.is_comparable):
+        if first and self.engine.own_weights and rank() == 0 and not (self.engine_sums and self.is_comparable):
             notice(
                 f"{type(self.engine).__name__} cannot say exactly which weights it holds: that a sync has brought all "
                 "of them is told by their names and by the log-probs of a probe."
@@ -69,7 +69,7 @@ class Certificate(WeightSync):
 
     def hand_over(self, version: int) -> list[str]:
         engine, policy, module, adds = self.engine, self.policy, self.policy.module, self.engine.takes_adapter
-        before, known = self.held, self.trained
+        before, known = self.engine_sums, self.trained
         if self.is_first and engine.own_weights:
             before = self._read_engine()
         dtype = before.dtype if before else module.dtype
@@ -77,8 +77,8 @@ class Certificate(WeightSync):
         problems = super().hand_over(version)
         scales = policy.adapter.scales(module) if adds else {}
         self.trained = checksums(module, dtype, scales) if before or self.gathers else None
-        self.held = self._read_engine() if before else None
-        if not (before and self.held):
+        self.engine_sums = self._read_engine() if before else None
+        if not (before and self.engine_sums):
             return problems
         proven, differs = self._compare_sums(before, known)
         problems += proven
@@ -89,8 +89,8 @@ class Certificate(WeightSync):
         return problems
 
     def _read_engine(self) -> Checksums | None:
-        held = self.engine.held_weights()
-        return held and Checksums(*held)
+        answer = self.engine.held_weights()
+        return answer and Checksums(*answer)
 
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().passing(weights):
@@ -110,28 +110,28 @@ class Certificate(WeightSync):
                 )
 
     def _compare_sums(self, before: Checksums, known: Checksums | None) -> tuple[list[str], str | None]:
-        """Says what proves that the weights which the engine holds are not the policy's; and how they differ, which is
-        no proof where it keeps them in a form of its own.
+        """Returns proofs that the weights in the engine are not the policy's, and how the two differ, which is no proof
+        if the engine keeps them in another form.
 
         Args:
-            before: those that the engine held before the sync.
-            known: the policy's at the sync before; None: there was none.
+            before: the engine's before the sync.
+            known: the policy's at the previous sync; None: this is the first.
         """
-        sums, held, adapter = self.trained, self.held, self.policy.adapter
-        stale = [name for name, number in held.sums.items() if before.sums.get(name) == number]
-        if known not in (None, sums) and len(stale) == len(held.sums):
+        sums, engine, adapter = self.trained, self.engine_sums, self.policy.adapter
+        stale = [name for name, number in engine.sums.items() if before.sums.get(name) == number]
+        if known not in (None, sums) and len(stale) == len(engine.sums):
             return ["it holds exactly what it held before, and the actor's have changed"], None
         # In the policy, and in an engine that adds them itself.
-        adapters, own = ([name for name in each.sums if adapter.is_own(name)] for each in (sums, held))
+        adapters, engine_adapters = ([name for name in each.sums if adapter.is_own(name)] for each in (sums, engine))
         expected = sums.total(without=adapters)
         if self.engine.takes_adapter:
-            expected, own = sums.total(), []
+            expected, engine_adapters = sums.total(), []
             stale.sort(key=adapter.is_own, reverse=True)  # the frozen never move
         elif adapters:
             frozen, expected = expected, Checksums(self.dtype, self.sums).total(tied_names(self.policy))
             if expected == frozen and any(sums.sums[name] for name in adapters if ".lora_B." in name):
                 return ["LoRA's matrices were not added to what it was handed"], None
-        if held.total(without=own) == expected:
+        if engine.total(without=engine_adapters) == expected:
             return [], None
         return [], f"the numbers that it holds are not these. Unchanged there: {in_short(stale) or 'none'}"
 
@@ -184,17 +184,17 @@ def tied_names(policy: TrainEngine) -> set[str]:
 def checksums(model: nn.Module, dtype: torch.dtype, scales: Mapping[str, float] = NO_SCALES) -> Checksums:
     """Computes the checksum of each whole parameter in `dtype`, times its scale. All workers call this together; raises
     RuntimeError where one that holds the whole model holds other weights than the first."""
-    own, parameters = {}, dict(model.named_parameters())
+    sums, parameters = {}, dict(model.named_parameters())
     shards = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     for name, parameter in parameters.items():
         values = local(parameter)
         values = values.to(dtype) * scales[name] if name in scales else values
-        own[name] = bit_sum(values, dtype) if name not in shards or counts(parameter) else 0
-    parts = gather(own)
-    if unequal := [name for name in own if name not in shards and own[name] != parts[0][name]]:
+        sums[name] = bit_sum(values, dtype) if name not in shards or counts(parameter) else 0
+    parts = gather(sums)
+    if unequal := [name for name in sums if name not in shards and sums[name] != parts[0][name]]:
         raise RuntimeError(f"worker {rank()} holds other weights than the first: {', '.join(unequal[:5])}.")
     summed = {name: sum(part[name] for part in parts) % span(dtype) for name in shards}
-    return Checksums(dtype, {name: summed.get(name, own[name]) for name in own})
+    return Checksums(dtype, {name: summed.get(name, sums[name]) for name in sums})
 
 
 def counts(parameter: DTensor) -> bool:
@@ -206,15 +206,15 @@ def counts(parameter: DTensor) -> bool:
 
 
 def gathered_checksums(model: nn.Module, dtype: torch.dtype) -> Checksums:
-    """Computes what `checksums` does, of a model that is gathered now; peers have parts of its layers all the same."""
+    """Computes what `checksums` does for a model that is gathered now; peers still hold parts of its layers."""
     parameters = dict(model.named_parameters())
-    own = {name: bit_sum(local(parameter), dtype) for name, parameter in parameters.items()}
+    sums = {name: bit_sum(local(parameter), dtype) for name, parameter in parameters.items()}
     if Peers.size > 1:  # then all ranks call this together
         first = rank() - rank() % Peers.size
-        parts = gather(own)[first : first + Peers.size]
+        parts = gather(sums)[first : first + Peers.size]
         split = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
-        own |= {name: sum(part[name] for part in parts) % span(dtype) for name in split}
-    return Checksums(dtype, own)
+        sums |= {name: sum(part[name] for part in parts) % span(dtype) for name in split}
+    return Checksums(dtype, sums)
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def standard_row(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
     """Adds to `row` the names that rewards know, and its responses as a list. Raises ValueError if it has none."""
     responses = row.get(data.response_key)
     responses = [responses] if isinstance(responses, str) else responses
-    if not isinstance(responses, list) or not responses or not all(isinstance(one, str) for one in responses):
+    if not isinstance(responses, list) or not responses or not all(isinstance(response, str) for response in responses):
         column = f"the responses (column data.response_key={data.response_key}) are {responses!r}"
         raise ValueError(f"{origin}: {column}; they must be a string or a list of strings.")
     names = {"prompt": data.prompt_key, "data_source": data.data_source_key, "reward_model": data.reward_model_key}
@@ -94,10 +94,10 @@ def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> 
     graded, end = [], 0
     for row in rows:
         start, end = end, end + len(row["responses"])
-        kept = [place for place in range(start, end) if place not in left_out]
-        read = None if answers is None else [str(answers[place]) for place in kept]
-        if kept:
-            graded.append(Graded(row["data_source"], [scores[place] for place in kept], read))
+        places = [place for place in range(start, end) if place not in left_out]
+        read = None if answers is None else [str(answers[place]) for place in places]
+        if places:
+            graded.append(Graded(row["data_source"], [scores[place] for place in places], read))
     return graded
 
 
@@ -107,8 +107,8 @@ def evaluate(graded: Sequence[Graded], pass_score: float) -> dict[str, Figures]:
     With n the fewest responses that a prompt of the source has, k is 1, 2, 4 … and n.
     """
     sources: dict[str, list[Graded]] = {}
-    for one in graded:
-        sources.setdefault(one.data_source, []).append(one)
+    for prompt in graded:
+        sources.setdefault(prompt.data_source, []).append(prompt)
     if len(sources) > 1:
         sources["all"] = list(graded)
     return {source: compute_evaluation_metrics(prompts, pass_score) for source, prompts in sources.items()}

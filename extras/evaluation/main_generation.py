@@ -129,7 +129,7 @@ def answer_rows(
             **{name: value for name, value in dataset.rows[row].items() if value != {}},
             response_key: texts[part],
             "end_reasons": list(batch.end_reason[part]),
-            "response_lengths": [len(one) for one in tokens[part]],
+            "response_lengths": [len(response) for response in tokens[part]],
         })  # fmt: skip
     return answered
 

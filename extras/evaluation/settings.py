@@ -106,9 +106,9 @@ def check_evaluation(config: EvaluationConfig) -> None:
         check_output_folder(str(Path(data.output_path).parent), "data.output_path")
 
 
-def check_files(path: str | list[str] | None, what: str) -> None:
+def check_files(path: str | list[str] | None, contents: str) -> None:
     if not path:
-        raise ConfigError(f"data.path is not set: give .parquet, .json or .jsonl files with {what}.")
+        raise ConfigError(f"data.path is not set: give .parquet, .json or .jsonl files with {contents}.")
     check_sources("data.path", path)
 
 

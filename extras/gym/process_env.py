@@ -126,11 +126,11 @@ class Process:
         self._forgotten.append(number)
 
     def call(self, number: int, chapters: Story, before: Story = ()) -> tuple[Any, Any]:
-        """Plays on in the episode `number`; returns the result of the last of the chapters, and the state now."""
+        """Continues the episode `number`; returns the result of the last of the chapters, and the state after it."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         seconds = None if self.timeout is None else self.timeout * len(chapters)
-        asked = self._child.ask(pickle.dumps((number, chapters, forgotten)), seconds)
-        result, error, trace = pickle.loads(self._wait(asked, seconds, describe((*before, *chapters))))
+        answer = self._child.ask(pickle.dumps((number, chapters, forgotten)), seconds)
+        result, error, trace = pickle.loads(self._wait(answer, seconds, describe((*before, *chapters))))
         if error is not None:
             error.add_note(f"in the environment's process:\n{trace}")
             raise error
@@ -141,16 +141,16 @@ class Process:
         if not self._child.is_running():
             self._wait(self._child.start(), START_SECONDS, "to be built in a process of its own")
 
-    def _wait(self, work: Coroutine[Any, Any, Any], seconds: float | None, what: str) -> Any:
-        what = f"{self.environment.env_id}, {what}"
+    def _wait(self, work: Coroutine[Any, Any, Any], seconds: float | None, description: str) -> Any:
+        description = f"{self.environment.env_id}, {description}"
         try:
             return run_in_background(work)
         except TimeoutError:
             self._child.end()
-            self.end = f"{what}: not done after {seconds:g} seconds, so its process was killed"
+            self.end = f"{description}: not done after {seconds:g} seconds, so its process was killed"
             raise TimeoutError(self.end) from None
         except ProcessEnded as ended:
-            self.end = f"{what}: {ended}"
+            self.end = f"{description}: {ended}"
             raise RuntimeError(self.end) from None
 
 

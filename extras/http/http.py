@@ -63,8 +63,8 @@ async def ask(
     may_pass: Callable[[int], bool] = may_pass,
     setting: str = "base_url",
 ) -> Json:
-    """Returns the JSON that the server answers, after at most so many `retries`, each after twice the time or after
-    the answer's Retry-After, and LONGEST_WAIT at most.
+    """Returns the JSON that the server answers, after at most `retries` more tries. The wait before each is twice the
+    last one, or the answer's Retry-After, and LONGEST_WAIT at most.
 
     Raises:
         RequestRefused: it answered a status above 399 that is not worth another try, what is not JSON, or too much.
@@ -92,8 +92,8 @@ async def ask(
             if not may_pass(status):
                 raise RequestRefused(f"{url} refused the request, {problem}", status)
         if attempt < tries:
-            asked = float(retry_after) if retry_after.isdecimal() else wait * random.uniform(0.5, 1.5)
-            await asyncio.sleep(min(asked, LONGEST_WAIT))
+            delay = float(retry_after) if retry_after.isdecimal() else wait * random.uniform(0.5, 1.5)
+            await asyncio.sleep(min(delay, LONGEST_WAIT))
             wait = min(2 * wait, LONGEST_WAIT)
     count = f" {tries} times" if tries > 1 else ""
     raise ServerError(f"{url} failed{count}, {problem}. Check that the server runs, and read its log.")

@@ -58,7 +58,7 @@ async def judge(
     retries: int = 5,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the grade of a response as a score from 0 to 1, and what the judge said.
+    """Returns the grade of a response as a score from 0 to 1, and the judge's answer.
 
     Args:
         base_url: where the API begins, with /v1 at its end or without.
@@ -68,8 +68,8 @@ async def judge(
             {reference} is a paragraph with the ground truth where a row has one.
         pattern: a regular expression with one group, the grade; the last match counts.
         worst, best: the grades that are scored 0 and 1.
-        retries: after a failure of the server or of the way to it, each after twice the time.
-        cache: a file that keeps the answers, by all that decides them, for later runs too; None: none is kept.
+        retries: after a failure of the server or the network, each after twice the time.
+        cache: a file that keeps the answers by the requests, for later runs too; None: no answer is kept.
 
     Raises:
         ValueError: the server refuses the question, or its answer has no grade between worst and best.
@@ -84,10 +84,10 @@ async def judge(
         messages = [{"role": "user", "content": question}]
         body = {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        kept = recall(cache, digest)
-        answer = kept or read_answer(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
+        cached = recall(cache, digest)
+        answer = cached or read_answer(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
     score = (read_grade(answer, pattern, worst, best) - worst) / (best - worst)
-    if kept is None:
+    if cached is None:
         remember(cache, digest, answer)
     return {"score": score, "judge_said": answer}
 

@@ -71,11 +71,11 @@ class RowLayer(CacheLayerMixin):
         for memory, new in ((self.prompt_keys, keys), (self.prompt_values, values)):
             memory[places, :, memory.shape[2] - new.shape[2] :] = new
 
-    def resize_prompts(self, kept: Tensor, places: int, width: int) -> None:
-        """Memory of this size for prompts, of which the first are those at `kept`; of these no column in use is cut."""
+    def resize_prompts(self, indices: Tensor, places: int, width: int) -> None:
+        """Makes room for `places` prompts of this width, first those at `indices`, of which no column in use is cut."""
         for name, old in (("prompt_keys", self.prompt_keys), ("prompt_values", self.prompt_values)):
             new, used = old.new_zeros(places, old.shape[1], width, old.shape[3]), min(width, old.shape[2])
-            new[: len(kept), :, width - used :] = old[kept, :, old.shape[2] - used :]
+            new[: len(indices), :, width - used :] = old[indices, :, old.shape[2] - used :]
             setattr(self, name, new)
 
 
@@ -110,9 +110,9 @@ class RowCache(Cache):
         if len(answered) > len(self._unanswered) or width > self.prompt_width:
             self._resize_prompts(len(answered), width)
         places = self._unanswered[: len(answered)]
-        taken, given = on_device(answered, self.device), on_device(places, self.device)
+        sources, targets = on_device(answered, self.device), on_device(places, self.device)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
-            layer.put_prompts(given, prompts.keys[taken, :, -width:], prompts.values[taken, :, -width:])
+            layer.put_prompts(targets, prompts.keys[sources, :, -width:], prompts.values[sources, :, -width:])
         prompt_of_row = np.concatenate([self.prompt_of_row, places[new_places]])
         self.lengths[places] = new_lengths
         if len(prompt_of_row) > self.places:
@@ -142,10 +142,10 @@ class RowCache(Cache):
         """Keys and values of what a row has read, its prompt and its own tokens: [tokens, heads, d] for each layer."""
         prompt = int(self.prompt_of_row[place])
         of_prompt = slice(self.prompt_width - int(self.lengths[prompt]), None)
-        own = slice(int(self.starts[place]), self.end)
+        of_row = slice(int(self.starts[place]), self.end)
 
         def concat(prompts: Tensor, rows: Tensor) -> Tensor:
-            return torch.cat([prompts[prompt, :, of_prompt], rows[place, :, own]], dim=1).transpose(0, 1)
+            return torch.cat([prompts[prompt, :, of_prompt], rows[place, :, of_row]], dim=1).transpose(0, 1)
 
         return [
             (concat(layer.prompt_keys, layer.keys), concat(layer.prompt_values, layer.values)) for layer in self.layers
@@ -176,10 +176,10 @@ class RowCache(Cache):
         if not self._is_ragged and not window:
             return None
         prompt_columns = torch.arange(self.prompt_width, device=self.device) - self.prompt_width
-        own = torch.arange(self.first - self.end, 1, device=self.device)  # counted from the newest
+        row_columns = torch.arange(self.first - self.end, 1, device=self.device)  # counted from the newest
         lengths = self._row_lengths[:, None]
-        positions = torch.cat([lengths + prompt_columns, self.positions + own], dim=1)
-        attended = torch.cat([lengths + prompt_columns >= 0, self.positions + own >= lengths], dim=1)
+        positions = torch.cat([lengths + prompt_columns, self.positions + row_columns], dim=1)
+        attended = torch.cat([lengths + prompt_columns >= 0, self.positions + row_columns >= lengths], dim=1)
         return attended & (self.positions - positions < window) if window else attended
 
     def by_prompt(self, rows: Tensor) -> Tensor:
@@ -239,13 +239,13 @@ class RowCache(Cache):
         Where others join those that are answered, it grows by more than they need, as still others may follow.
         """
         answered, prompt_of_row = np.unique(self.prompt_of_row, return_inverse=True)
-        kept = self.lengths[answered]
+        lengths = self.lengths[answered]
         if more and len(answered):
             more = max(more, int(GROWTH * len(answered)))
             width += BLOCK if width > self.prompt_width else 0
-        width = max([width, *kept.tolist()])
+        width = max([width, *lengths.tolist()])
         places = on_device(answered, self.device)
         for layer in self.layers:
             layer.resize_prompts(places, len(answered) + more, width)
-        self.lengths = np.concatenate([kept, np.zeros(more, dtype=np.int64)])
+        self.lengths = np.concatenate([lengths, np.zeros(more, dtype=np.int64)])
         self._set_rows(prompt_of_row, self.starts)

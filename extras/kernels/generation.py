@@ -96,7 +96,7 @@ class SharedPrompts(LaidOut):
         """
         begun = [self.begun[prompt] for prompt in prompts]
         ids, mask = pad_left(prompts, self.pad_token_id, self.module.device)
-        most = max(len(prompt) - len(kept) for prompt, kept in zip(prompts, begun, strict=True))
+        most = max(len(prompt) - len(prefix) for prompt, prefix in zip(prompts, begun, strict=True))
         cache = cache_of(begun, [max(0, len(prompt) - most) for prompt in prompts])
         with known_padding(len({*map(len, prompts)}) > 1):
             return cache, last_logits(self.module, ids[:, -most:], positions(mask)[:, -most:], mask, cache)
@@ -196,7 +196,7 @@ def cache_of(turns: Sequence[CachedPrefix], lengths: Sequence[int]) -> PromptCac
     cache = PromptCache()
     for index, like in enumerate(next((turn.layers for turn in turns if turn.layers), []) if any(lengths) else []):
         beginnings = [
-            [kept[:length] for kept in turn.layers[index]] if length else [kept[:0] for kept in like]
+            [tensor[:length] for tensor in turn.layers[index]] if length else [tensor[:0] for tensor in like]
             for turn, length in zip(turns, lengths, strict=True)
         ]
         keys, values = (pad_sequence(rows, True, padding_side="left") for rows in zip(*beginnings, strict=True))

@@ -80,8 +80,8 @@ class Packed:
         response_starts = list(accumulate(forwarded, initial=packed_prompts.total))
         predictors: list[int] = []
         for row, length in enumerate(response_lengths):
-            own = range(response_starts[row], response_starts[row + 1])
-            predictors += [prompt_ends[prompt_of_row[row]] - 1, *own][:length]
+            response_tokens = range(response_starts[row], response_starts[row + 1])
+            predictors += [prompt_ends[prompt_of_row[row]] - 1, *response_tokens][:length]
         is_scored = micro.host.is_scored[micro.host.is_real]
         return cls(
             pack(input_ids),
@@ -144,8 +144,8 @@ class Packed:
             oldest = position - (window or len(position)) + 1
 
             def sees(batch: Tensor | None, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-                own = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
-                return own & (position[key] <= position[query]) & (position[key] >= oldest[query])
+                same_row = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
+                return same_row & (position[key] <= position[query]) & (position[key] >= oldest[query])
 
             self.block_masks[window] = make_block_mask(sees, len(position), device)
         return self.block_masks[window]
@@ -210,8 +210,8 @@ def packed_attention(
     outputs = [attend(q, k, v, prompt_blocks, options)]
     if responses.total:
         k, v = (
-            torch.cat([packed.for_rows(prompt), responses.pad(own)], dim=2)
-            for prompt, (_, own) in zip((k, v), parts[1:], strict=True)
+            torch.cat([packed.for_rows(prompt), responses.pad(response)], dim=2)
+            for prompt, (_, response) in zip((k, v), parts[1:], strict=True)
         )
         outputs.append(attend(responses.pad(parts[0][1]), k, v, response_blocks, options))
     output = torch.cat(outputs, dim=1)
@@ -220,18 +220,18 @@ def packed_attention(
     return output.transpose(0, 1).unsqueeze(0), None
 
 
-def layer_window(module: nn.Module, given: dict[str, Any]) -> int | None:
+def layer_window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     """Finds how far back the attention layer `module` sees, itself included; None: as far as there is anything.
 
-    As it says in what it was `given`, else as its config does: some layers leave their window to the mask.
+    Reads it from `kwargs`, else from the layer's config: some layers leave their window to the mask.
 
     Raises:
         ValueError: it attends in a way that is not known here.
     """
-    if others := [name for name in OTHERS if given.get(name) is not None]:
+    if others := [name for name in OTHERS if kwargs.get(name) is not None]:
         raise ValueError(f"its attention asks for {others[0]}")
-    if "sliding_window" in given:
-        return given["sliding_window"] or None
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"] or None
     config = vars(module.config)
     kinds = config.get("layer_types")
     kind = kinds[module.layer_idx] if kinds else "chunked" if config.get("attention_chunk_size") else None
@@ -294,15 +294,13 @@ def known_padding(has_padding: bool) -> Iterator[None]:
         HAS_PADDING.reset(before)
 
 
-def known_sdpa_mask(*sizes: int, attention_mask: Tensor | None, allow_is_causal_skip: bool = True, **given: Any) -> Any:
-    """Makes transformers' mask for SDPA; where `known_padding` has said it, without reading `attention_mask`."""
+def known_sdpa_mask(*sizes: int, attention_mask: Tensor | None, allow_is_causal_skip: bool = True, **more: Any) -> Any:
+    """Makes transformers' mask for SDPA; under `known_padding`, without reading `attention_mask`."""
     has_padding = HAS_PADDING.get()
     if has_padding is None and attention_mask is not None and attention_mask.is_cuda:
         has_padding = True  # to ask would be to wait for it
     mask = None if has_padding is False else attention_mask
-    return sdpa_mask(
-        *sizes, attention_mask=mask, allow_is_causal_skip=allow_is_causal_skip and not has_padding, **given
-    )
+    return sdpa_mask(*sizes, attention_mask=mask, allow_is_causal_skip=allow_is_causal_skip and not has_padding, **more)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

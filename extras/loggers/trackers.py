@@ -77,8 +77,8 @@ class Wandb(TensorBoard):
     package = "wandb"
 
     def make(self, step: int, known: str | None) -> tracking.GeneralTracker:
-        kept = {"id": known, "resume": "allow"} if known else {}
-        return tracking.WandBTracker(self.project, name=self.name, config=self.config, dir=str(self.run.folder), **kept)
+        more = {"id": known, "resume": "allow"} if known else {}
+        return tracking.WandBTracker(self.project, name=self.name, config=self.config, dir=str(self.run.folder), **more)
 
     def id(self) -> Any:
         return self.tracker.tracker.id

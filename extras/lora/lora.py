@@ -96,9 +96,9 @@ def unfit(model: PreTrainedModel, settings: ModelConfig, problem: str) -> Config
         return ConfigError(f"model.lora_adapter_path={path} does not fit {type(model).__name__}: {problem}.")
     names = {name.removesuffix(".base_layer").rpartition(".")[2]: part for name, part in model.named_modules()}
     linear = sorted(name for name, part in names.items() if isinstance(part, nn.Linear) and name != ADAPTER)
-    asked = f"model.target_modules={targets}" + (f" without model.exclude_modules={excluded}" if excluded else "")
+    target = f"model.target_modules={targets}" + (f" without model.exclude_modules={excluded}" if excluded else "")
     return ConfigError(
-        f"{asked} does not fit {type(model).__name__} ({problem}). Take all-linear, or a list of names of its layers: "
+        f"{target} does not fit {type(model).__name__} ({problem}). Take all-linear, or a list of names of its layers: "
         f"{', '.join(linear)}."
     )
 
@@ -131,10 +131,10 @@ def load_adapter(model: PreTrainedModel, settings: ModelConfig) -> None:
         re.sub(r"(\.lora_[A-Za-z_]+)", rf"\1.{ADAPTER}", name.removeprefix("base_model.model.")): value
         for name, value in saved.items()
     }
-    own = {name: weight for name, weight in model.named_parameters() if is_lora(name)}
-    if lonely := sorted(own.keys() ^ saved.keys()):
+    matrices = {name: weight for name, weight in model.named_parameters() if is_lora(name)}
+    if lonely := sorted(matrices.keys() ^ saved.keys()):
         raise unfit(model, settings, f"only one of the two has {lonely[0]}")
-    for name, weight in own.items():
+    for name, weight in matrices.items():
         if weight.shape != saved[name].shape:
             raise unfit(model, settings, f"{name} is {list(saved[name].shape)}, and would be {list(weight.shape)}")
         weight.copy_(model.parallel.part(saved[name], weight))
@@ -200,22 +200,22 @@ def lora_layers(model: PreTrainedModel) -> dict[str, tuple[Any, nn.Parameter]]:
 
 
 def check_merges(model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], Tensor], limit: float) -> None:
-    """Tries whether `plain_weights` compute what LoRA's matrices do, with random numbers in them, and puts all back. Of
-    layers that differ in the number of their decoder layer alone, the first is tried.
+    """Checks that `plain_weights` compute the same as LoRA's matrices, with random numbers in them, and restores all.
+    Of layers that differ only in the number of their decoder layer, the first is tried.
 
     Args:
         log_probs: scores a batch by the model as it is.
-        limit: what log-probs may differ by, in nats.
+        limit: the largest difference of log-probs, in nats.
 
     Raises:
         ValueError: they do not; names layers and keys.
     """
     kinds: dict[str, Any] = {}
-    for name, found in lora_layers(model).items():
-        kinds.setdefault(re.sub(r"\.\d+\.", ".", name, count=1), found)
+    for name, pair in lora_layers(model).items():
+        kinds.setdefault(re.sub(r"\.\d+\.", ".", name, count=1), pair)
     if not kinds or merge_distance(model, kinds, log_probs) < limit:
         return
-    alone = {name: merge_distance(model, {name: found}, log_probs) for name, found in kinds.items()}
+    alone = {name: merge_distance(model, {name: pair}, log_probs) for name, pair in kinds.items()}
     if wrong := {name.rpartition(".")[2]: distance for name, distance in alone.items() if not distance < limit}:
         names = ",".join(sorted(wrong))
         raise ValueError(
@@ -228,9 +228,9 @@ def check_merges(model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], 
 def merge_distance(
     model: PreTrainedModel, layers: dict[str, tuple[Any, nn.Parameter]], log_probs: Callable[[PreTrainedModel], Tensor]
 ) -> float:
-    """Computes how far log-probs by these of LoRA's layers, with random matrices, are from those by merged weights."""
+    """Returns how far the log-probs of these LoRA layers, with random matrices, are from those of merged weights."""
     matrices, mode = {name: matrix for name, matrix, _ in matrices_of(layers)}, model.training
-    kept = [(tensor, tensor.clone()) for tensor in (*matrices.values(), *(weight for _, weight in layers.values()))]
+    saved = [(tensor, tensor.clone()) for tensor in (*matrices.values(), *(weight for _, weight in layers.values()))]
     try:
         for name, matrix in matrices.items():
             drawn = torch.randn(matrix.shape, generator=torch_generator(0, name)) * matrix.shape[-1] ** -0.5
@@ -243,18 +243,18 @@ def merge_distance(
         return largest((added - log_probs(model)).abs().max().item())
     finally:
         model.parallel.reshard(model)
-        for tensor, value in kept:
+        for tensor, value in saved:
             tensor.copy_(value)
         model.train(mode)
 
 
 def matrices_of(layers: dict[str, tuple[Any, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter, float]]:
-    """Yields name and value of the matrices in these of `lora_layers`, and what each counts by: the second of a pair by
+    """Yields name and value of the matrices in these of `lora_layers`, and the factor of each: for the second of a pair
     LoRA's scale."""
     for name, (layer, _) in layers.items():
-        for own, matrix in layer.named_parameters():
-            if own.startswith("lora_"):  # not those of a layer within
-                yield f"{name}.{own}", matrix, layer.scaling[ADAPTER] if f"_B.{ADAPTER}" in own else 1.0
+        for suffix, matrix in layer.named_parameters():
+            if suffix.startswith("lora_"):  # not those of a layer within
+                yield f"{name}.{suffix}", matrix, layer.scaling[ADAPTER] if f"_B.{ADAPTER}" in suffix else 1.0
 
 
 def largest_rank(model: PreTrainedModel) -> int:

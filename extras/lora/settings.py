@@ -48,12 +48,12 @@ class RolloutSettings(Frozen):
 
 
 def check_settings(model: Settings, key: str) -> None:
-    """Raises ConfigError where `model`, the section `key`, asks for an adapter that is not there, or peft is not."""
+    """Raises ConfigError if `model`, the section `key`, asks for an adapter and its folder or peft is missing."""
     path = model.lora_adapter_path
-    asked = f"{key}.lora_adapter_path={path}" if path else f"{key}.lora_rank={model.lora_rank}"
+    setting = f"{key}.lora_adapter_path={path}" if path else f"{key}.lora_rank={model.lora_rank}"
     if path and not (find_path(path) / "adapter_config.json").is_file():
-        raise ConfigError(f"{asked}: it has no adapter_config.json, which peft writes into an adapter's folder.")
+        raise ConfigError(f"{setting}: it has no adapter_config.json, which peft writes into an adapter's folder.")
     if model.lora_rank and not model.lora_alpha:
         raise ConfigError(f"{key}.lora_alpha=0 with {key}.lora_rank={model.lora_rank}: set it above 0.")
     if find_spec("peft") is None:
-        raise ConfigError(f"{asked} needs the package peft, which is not installed: pip install peft.")
+        raise ConfigError(f"{setting} needs the package peft, which is not installed: pip install peft.")

@@ -69,7 +69,7 @@ def read_ranks(folder: Path) -> dict[str, Tensor]:
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:
-    """Puts a tensor together from what each rank, in their order, has of it; neighbours have its neighbouring parts."""
+    """Joins a tensor from its parts on each rank, in order of ranks; neighbours have neighbouring parts."""
     first = parts[0]
     if not isinstance(first, DTensor):
         return first
@@ -78,14 +78,14 @@ def join(parts: Sequence[Tensor]) -> Tensor:
         return first._local_tensor
     if len(cuts) > 1 or type(cuts[0]) is not Shard:
         raise ValueError(f"a tensor is cut as {first._spec.placements}: only those of one cut can be put together")
-    held, left, dim = [], first.shape[cuts[0].dim], cuts[0].dim
+    pieces, left, dim = [], first.shape[cuts[0].dim], cuts[0].dim
     for part in parts:
         if left > 0:  # else the ranks of another replica are left
-            held.append(part._local_tensor)
+            pieces.append(part._local_tensor)
             left -= part._local_tensor.shape[dim]
     if left:
         raise ValueError(f"the parts of a tensor of shape {tuple(first.shape)} do not make it up")
-    return torch.cat(held, dim)
+    return torch.cat(pieces, dim)
 
 
 def main(argv: list[str] | None = None) -> None:

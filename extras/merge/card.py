@@ -47,12 +47,12 @@ def origin(base: str | None) -> dict[str, str]:
     if base is None:
         return {}
     known = re.search(r"models--([\w.-]+?)--([\w.-]+)", base)
-    found = {"base_model": f"{known[1]}/{known[2]}"} if known else {}
+    fields = {"base_model": f"{known[1]}/{known[2]}"} if known else {}
     try:
         license = ModelCard.load(find_path(base) / "README.md").data.license
     except FILE_ERRORS:
         license = None
-    return found | ({"license": license} if license else {})
+    return fields | ({"license": license} if license else {})
 
 
 def without_folders(value: Any) -> Any:

@@ -40,15 +40,15 @@ class OpenAISettings:
 
 def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
     """Reads the settings. Raises ConfigError for a base_url that is no address, and for unknown keys and values."""
-    given, names = rollout.engine_kwargs.get("openai") or {}, [field.name for field in fields(OpenAISettings)]
-    if not isinstance(given, Mapping) or not set(given) <= set(names):
-        shown = [*given] if isinstance(given, Mapping) else given  # keys alone: a value may be the api_key
+    options, names = rollout.engine_kwargs.get("openai") or {}, [field.name for field in fields(OpenAISettings)]
+    if not isinstance(options, Mapping) or not set(options) <= set(names):
+        shown = [*options] if isinstance(options, Mapping) else options  # keys alone: a value may be the api_key
         raise ConfigError(f"{KEY}={shown}: it holds {', '.join(names)}, and nothing else.")
-    if not str(given.get("base_url")).startswith(("http://", "https://")):
+    if not str(options.get("base_url")).startswith(("http://", "https://")):
         raise ConfigError(
-            f"{KEY}.base_url={given.get('base_url')}: set the server's address, with http:// or https://."
+            f"{KEY}.base_url={options.get('base_url')}: set the server's address, with http:// or https://."
         )
-    settings = OpenAISettings(**given)
+    settings = OpenAISettings(**options)
     if settings.weight_transfer not in WEIGHT_TRANSFERS:
         known = ", ".join(WEIGHT_TRANSFERS)
         raise ConfigError(f"{KEY}.weight_transfer={settings.weight_transfer} is none of {known}.")

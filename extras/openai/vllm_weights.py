@@ -39,10 +39,10 @@ class WorkerExtension:
     """Adds to vLLM's workers; naming it has this module imported."""
 
     def held_checksums(self) -> dict[str, Any] | None:
-        """Returns the checksums of the worker's weights, as JSON has them; None: it has none."""
-        if (held := sync_class().held_by_vllm(self)) is None:
+        """Returns the checksums of the worker's weights, in JSON's types; None: it has none."""
+        if (checksums := sync_class().held_by_vllm(self)) is None:
             return None
-        dtype, sums = held
+        dtype, sums = checksums
         return {"dtype": str(dtype).removeprefix("torch."), "sums": sums}
 
 

@@ -71,24 +71,24 @@ class WeightTransfer(ABC):
         self.settings = settings
 
     def ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        """Returns the server's answer, in any thread. A failure is not tried again: an update would be begun twice.
+        """Returns the server's answer, in any thread. A failure is not tried again: an update would begin twice.
 
-        vLLM's server answers nothing more once its engine has died in an update, and would be waited for until
-        weights_timeout: so it is asked for its health meanwhile.
+        vLLM's server stops answering once its engine has died in an update, and the wait would last weights_timeout:
+        so its health is checked meanwhile.
         """
-        root, own = api_root(self.settings.base_url), {"api_key": self.settings.api_key, "retries": 0}
+        root, options = api_root(self.settings.base_url), {"api_key": self.settings.api_key, "retries": 0}
 
         async def answer() -> Json:
-            asked = asyncio.ensure_future(
-                ask_once(method, root + path, body, timeout=self.settings.weights_timeout, **own)
+            request = asyncio.ensure_future(
+                ask_once(method, root + path, body, timeout=self.settings.weights_timeout, **options)
             )
             try:
-                while not (await asyncio.wait([asked], timeout=LOOK_SECONDS))[0]:
+                while not (await asyncio.wait([request], timeout=LOOK_SECONDS))[0]:
                     with suppress(RequestRefused):  # not every server has it
-                        await ask_once("GET", root + "/health", None, timeout=LOOK_SECONDS, **own)
-                return asked.result()
+                        await ask_once("GET", root + "/health", None, timeout=LOOK_SECONDS, **options)
+                return request.result()
             finally:
-                asked.cancel()
+                request.cancel()
 
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(answer())
@@ -109,14 +109,14 @@ class WeightTransfer(ABC):
             ) from error
 
     def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
-        """Returns the checksums of the server's weights; None: it is no server of ours, and cannot say."""
+        """Returns the checksums of the server's weights; None if it is not a server of ours, which has none."""
         try:
             workers = self.ask("POST", "/collective_rpc", {"method": "held_checksums"})["results"]
         except (RequestRefused, ServerError):
             return None
         if None in workers:
             return None
-        sums = {f"{place}.{name}": found for place, one in enumerate(workers) for name, found in one["sums"].items()}
+        sums = {f"{place}.{name}": total for place, part in enumerate(workers) for name, total in part["sums"].items()}
         return getattr(torch, workers[0]["dtype"]), sums
 
     @abstractmethod

@@ -102,10 +102,10 @@ class OneStepOff(RayPPOTrainer):
 
 
 def pack(batch: DataProto, remade: Iterable[str]) -> dict[str, Any]:
-    """Returns what a checkpoint holds of a batch: without the columns of objects that the data makes again."""
+    """Returns a batch as a checkpoint holds it: without the columns of objects that the data makes again."""
     columns = {name: values.tolist() for name, values in batch.non_tensor_batch.items()}
-    kept = {name: values for name, values in columns.items() if name not in remade or is_plain(values)}
-    return {"tensors": batch.tensors, "columns": kept, "names": [*columns], "meta_info": batch.meta_info}
+    saved_columns = {name: values for name, values in columns.items() if name not in remade or is_plain(values)}
+    return {"tensors": batch.tensors, "columns": saved_columns, "names": [*columns], "meta_info": batch.meta_info}
 
 
 def unpack(parts: dict[str, Any], row_of: Callable[[int], Row]) -> DataProto:

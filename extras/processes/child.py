@@ -60,10 +60,10 @@ class Child:
         async with self.starting:
             if self.is_running():
                 return None
-            body, (ours, theirs) = self.first(), socket.socketpair()
-            with theirs:
-                process = start_process(self.serve, theirs.fileno(), self.output)
-            started = ChildProcess(process, *await asyncio.open_connection(sock=ours))
+            body, (parent_end, child_end) = self.first(), socket.socketpair()
+            with child_end:
+                process = start_process(self.serve, child_end.fileno(), self.output)
+            started = ChildProcess(process, *await asyncio.open_connection(sock=parent_end))
             self.processes[:] = [*(old for old in self.processes if not old.is_over()), started]
             self.starts += 1
             return await self.ask(body, START_SECONDS)

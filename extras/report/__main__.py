@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def runs_among(folders: Sequence[Path]) -> Sequence[Path]:
-    """Puts the runs in a folder of runs in its place, and leaves out folders without a run, of which it says which.
+    """Replaces a folder of runs by its runs, and leaves out folders without a run, with a notice for each.
 
     All stay if none has a run.
     """
@@ -44,9 +44,9 @@ def runs_among(folders: Sequence[Path]) -> Sequence[Path]:
     empty = []
     for folder in folders:
         is_one = holds_run(folder) or not folder.is_dir()
-        found = [folder] if is_one else sorted(filter(holds_run, folder.glob("*")))  # which passes over closed folders
-        runs += found
-        empty += [] if found else [folder]
+        chosen = [folder] if is_one else sorted(filter(holds_run, folder.glob("*")))  # which passes over closed folders
+        runs += chosen
+        empty += [] if chosen else [folder]
     for folder in empty if runs else ():
         notice(f"{folder} is left out: there is no run in it.")
     return runs or folders

@@ -140,11 +140,11 @@ class RunFile:
             self.write(None, None, None)
 
     def end(self, error: BaseException | None) -> None:
-        """Writes how this start has ended."""
+        """Writes how this start of the run ended."""
         if error is None:
             self.write(now(), "done", None)
         elif isinstance(error, KeyboardInterrupt):
-            number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
+            number = next((value for value in error.args if isinstance(value, signal.Signals)), signal.SIGINT)
             self.write(now(), "stopped", in_words(number))
         else:
             text, line = f"{type(error).__name__}: {error}", users_line(error)

@@ -49,7 +49,7 @@ def fill_page(title: str, data: str, policy: str = "") -> str:
     parts = {**common, "policy": common["policy"] + policy, "title": html.escape(printable(title)), "data": data}
     template = (HERE / "page.html").read_text(encoding="utf-8")
     # In one pass: what is put in may hold a placeholder's text.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def embed(data: Any) -> str:
@@ -115,6 +115,6 @@ def event_data(event: dict[str, Any]) -> dict[str, Any]:
 def thin(curve: Curve) -> dict[str, list[Any]]:
     """Returns at most MOST_POINTS points of a curve, evenly spaced and with the last; values have DIGITS digits."""
     apart = -(-len(curve.steps) // MOST_POINTS)
-    kept = slice((len(curve.steps) - 1) % apart, None, apart)
-    values = [None if value is None else float(f"{value:.{DIGITS}g}") for value in curve.values[kept]]
-    return {"steps": curve.steps[kept], "values": values}
+    points = slice((len(curve.steps) - 1) % apart, None, apart)
+    values = [None if value is None else float(f"{value:.{DIGITS}g}") for value in curve.values[points]]
+    return {"steps": curve.steps[points], "values": values}

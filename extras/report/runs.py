@@ -199,21 +199,21 @@ def columns(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def find_samples(run: RunRecord, kind: str) -> list[SampleFile]:
-    """Finds a run's files of rollouts of a `kind`, by step; a dump of all rollouts goes before one of a few.
+    """Finds a run's files of rollouts of a `kind`, by step; a dump of all rollouts is preferred to one of a few.
 
     In a folder outside the run's own, files from before its first start are of another run.
     """
     setting = {"train": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
-    own, began = run.folder / "samples" / kind, 0.0
+    own_folder, began = run.folder / "samples" / kind, 0.0
     dump = run.config.get("trainer", {}).get(setting)
     with suppress(LookupError, TypeError, ValueError):
         began = datetime.fromisoformat(run.info["starts"][0]["started"]).timestamp()
     files: dict[int, SampleFile] = {}
-    for folder in (own, *((ROOT / str(dump), Path(str(dump))) if dump else ())):
+    for folder in (own_folder, *((ROOT / str(dump), Path(str(dump))) if dump else ())):
         if not folder.is_dir():
             continue
         for path in folder.glob("*.jsonl"):
-            if path.stem.isdecimal() and (folder == own or path.stat().st_mtime >= began):
+            if path.stem.isdecimal() and (folder == own_folder or path.stat().st_mtime >= began):
                 files[int(path.stem)] = SampleFile(kind, int(path.stem), path)
     return [files[step] for step in sorted(files)]
 
@@ -258,12 +258,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
 
 
 def without_seed(run: RunRecord) -> dict[str, Any]:
-    """Returns the settings that make two runs the same experiment: all but seeds and the places of its own files."""
-    own = {*SEEDS, *(f"trainer.{name}" for name in OF_ONE_RUN)}
+    """Returns the settings that make two runs the same experiment: all but seeds and the paths of the run's files."""
+    run_keys = {*SEEDS, *(f"trainer.{name}" for name in OF_ONE_RUN)}
     folder = str(run.config.get("trainer", {}).get("default_local_dir") or run.folder)
-    kept = {key: value for key, value in run.settings.items() if key not in own}
+    settings = {key: value for key, value in run.settings.items() if key not in run_keys}
     # A run alone knows its own start, such as <folder>/warm_start, and one without a config is like no other.
-    return {key: str(value).replace(folder, "…") for key, value in kept.items()} or {"folder": str(run.folder)}
+    return {key: str(value).replace(folder, "…") for key, value in settings.items()} or {"folder": str(run.folder)}
 
 
 def group_name(names: Sequence[str], kind: str = "seeds") -> str:
@@ -278,15 +278,15 @@ def group_name(names: Sequence[str], kind: str = "seeds") -> str:
 def differences(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Lists the settings and versions in which runs differ: {"key", "values": a text for each run, None if unknown}."""
     settings = [{key: spell(value) for key, value in (run.settings | versions(run)).items()} for run in runs]
-    keys = dict.fromkeys(key for one in settings for key in one)
-    table = [{"key": key, "values": [one.get(key) for one in settings]} for key in keys]
+    keys = dict.fromkeys(key for texts in settings for key in texts)
+    table = [{"key": key, "values": [texts.get(key) for texts in settings]} for key in keys]
     return [row for row in table if any(value != row["values"][0] for value in row["values"])]
 
 
 def settings_compared(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Lists what runs compare, as `differences` does: seeds, and settings that all have, but not alike."""
+    """Lists the settings that runs compare, as `differences` does: seeds, and those that all have with other values."""
     known = [without_seed(run) for run in runs if run.settings]
-    keys = {key for one in known for key in one if len({other.get(key, one[key]) for other in known}) > 1}
+    keys = {key for texts in known for key in texts if len({other.get(key, texts[key]) for other in known}) > 1}
     return [row for row in differences(runs) if row["key"] in {*keys, *SEEDS}]
 
 

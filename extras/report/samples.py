@@ -145,7 +145,7 @@ class Chunk:
         self.details: list[str] = []  # JSON objects
 
     def add(self, record: dict[str, Any], line: int, group: int) -> None:
-        """Adds a sample; if the record is none, adds nothing and raises one of BROKEN."""
+        """Adds a sample; if the record is not one, adds nothing and raises one of BROKEN."""
         rows, score, tables = record["rows"], record.get("score"), self.packer
         ids, texts = join(rows, "token_ids"), join(rows, "token_texts")
         numbers = np.concatenate([np.empty((len(LISTS), 0)), *map(numbers_of, rows)], axis=1)
@@ -158,10 +158,10 @@ class Chunk:
         prompts = ["".join(row.get("prompt_texts") or "") or str(record["input"]) for row in rows or [record]]
         earned = lists["advantages"][mask & np.isfinite(lists["advantages"])]
         known = {k: str(v) if isinstance(v, int) and abs(v) > LARGEST_INT else v for k, v in record.items()}
-        said = {name: known[name] for name in record.get("reward_extra_keys") or () if name in known}
-        about = {name: value for name, value in known.items() if name not in PACKED | {*said} and value is not None}
+        extra = {name: known[name] for name in record.get("reward_extra_keys") or () if name in known}
+        about = {name: value for name, value in known.items() if name not in PACKED | {*extra} and value is not None}
         shown = [[tables.prompts[prompt], len(row["token_ids"])] for prompt, row in zip(prompts, rows, strict=False)]
-        detail = json.dumps({"rows": shown, "said": said, "about": about}, allow_nan=False)
+        detail = json.dumps({"rows": shown, "said": extra, "about": about}, allow_nan=False)
         columns = {
             "line": line,
             "score": score,

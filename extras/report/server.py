@@ -38,21 +38,21 @@ class LiveReport:
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
         self.runs: list[RunRecord] = []
-        self.found: Any = None  # what the text was built of
+        self.source: Any = None  # the state of the files that the text was built from
         self.title = self.text = self.version = ""
         self.rests_until = 0.0
         self.lock = threading.Lock()
-        page_parts()  # which takes two seconds once, of which no later build has to rest
+        page_parts()  # takes two seconds once; no build should have to rest for them
         self.update()
 
     def update(self) -> None:
         """Builds the data anew if there is something new. Raises ValueError if a folder is no run, or not any more."""
         with self.lock:
             began, files = time.monotonic(), [*map(stamp, self.folders)]
-            if began < self.rests_until or self.found == (files, [*map(state_of, self.runs)]):
+            if began < self.rests_until or self.source == (files, [*map(state_of, self.runs)]):
                 return
             self.runs = read_runs(self.folders)
-            self.found = files, [run.state for run in self.runs]
+            self.source = files, [run.state for run in self.runs]
             data = page_data(self.runs)
             text = embed(data)
             version = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -62,12 +62,12 @@ class LiveReport:
 
 def stamp(folder: Path) -> dict[str, tuple[int, int]]:
     """Returns size and time of the files that a run writes at every step; those of samples come before them."""
-    found = {}
+    stamps = {}
     for name in (METRICS, INFO, EVENTS, CONFIG):
         with suppress(OSError):
             state = (folder / name).stat()
-            found[name] = state.st_size, state.st_mtime_ns
-    return found
+            stamps[name] = state.st_size, state.st_mtime_ns
+    return stamps
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -76,20 +76,20 @@ class Handler(BaseHTTPRequestHandler):
     server: "ReportServer"
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         if self.headers.get("Host", "").partition(":")[0] not in NAMES:
             return self.answer(HTTPStatus.FORBIDDEN, f"This report is at {self.server.address} only.")
-        if asked.path not in ("/", "/data"):
+        if url.path not in ("/", "/data"):
             return self.answer(HTTPStatus.NOT_FOUND, f"The report is at {self.server.address}.")
         report = self.server.report
         try:
             report.update()
         except ValueError as error:
             return self.answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        if asked.path == "/":
+        if url.path == "/":
             page = fill_page(report.title, report.text, "connect-src 'self'")
             return self.answer(HTTPStatus.OK, page, "text/html")
-        if parse_qs(asked.query).get("have") == [report.version]:
+        if parse_qs(url.query).get("have") == [report.version]:
             return self.answer(HTTPStatus.NO_CONTENT)
         return self.answer(HTTPStatus.OK, report.text, "application/json")
 

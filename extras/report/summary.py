@@ -126,8 +126,8 @@ def group_means(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     means = []
     for name, members in groups.items():
         lasts = {label: [ends[label][1] for ends in members if label in ends] for ends in members for label in ends}
-        told = {label: f"{short(fmean(some))} ± {short(pstdev(some))}" for label, some in lasts.items()}
-        means += [{"group": name, "headline": told}] if len(members) > 1 else []
+        texts = {label: f"{short(fmean(some))} ± {short(pstdev(some))}" for label, some in lasts.items()}
+        means += [{"group": name, "headline": texts}] if len(members) > 1 else []
     return means
 
 
@@ -225,8 +225,8 @@ def about_entropy(run: RunRecord, known: Entries) -> Found:
         if best - score < entry["near_best"] * (best - least):
             return
     in_use = number(run, "actor_rollout_ref.actor.entropy_coeff", 0.0) or 0.0
-    told = "" if score is None else f" of {short(score)}"
-    values = {"first": short(before), "last": short(after), "score": told, "coeff": max(entry["coeff"], 2 * in_use)}
+    text = "" if score is None else f" of {short(score)}"
+    values = {"first": short(before), "last": short(after), "score": text, "coeff": max(entry["coeff"], 2 * in_use)}
     yield "entropy", values
 
 

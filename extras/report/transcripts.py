@@ -64,7 +64,7 @@ def sample_rows(
     numbers = range(episodes.count) if numbers is None else numbers
     names, is_episode = [name for name in ABOUT if name in batch], "episode" in batch
     keys = batch.meta_info.get("reward_extra_keys", ())
-    told = {f"reward_{name}" if name in OURS else name: name for name in keys}
+    fields = {f"reward_{name}" if name in OURS else name: name for name in keys}
     columns, scores = batch.non_tensor_batch, episodes.scores().tolist()
     has_chats = "raw_prompt" in columns and all(isinstance(chat, list) for chat in columns["raw_prompt"])
     records = []
@@ -79,8 +79,8 @@ def sample_rows(
             "score": scores[number],
             **{name: batch.get(name)[last] for name in names},
             **({} if is_episode else {"weight_versions": span_of_versions(rows[0])}),
-            **{shown: columns[name][last] for shown, name in told.items()},
-            "reward_extra_keys": [*told],
+            **{shown: columns[name][last] for shown, name in fields.items()},
+            "reward_extra_keys": [*fields],
         }
         if "extra_info" in columns:
             record["extra_info"] = without_objects(columns["extra_info"][last] or {})
@@ -91,17 +91,17 @@ def sample_rows(
 
 
 def read_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase, is_episode: bool) -> Record:
-    """Decodes the rows of a sample for people: input and output, and of an episode its turns.
+    """Decodes the rows of a sample for people: input and output, and for an episode its turns.
 
-    The `response` of an episode is what its reward is given, with lines for the dots between turns.
+    The `response` of an episode is the text that its reward gets: turns on lines of their own, not joined by dots.
     """
-    said = [policy_text(row["token_ids"], row["policy_mask"], tokenizer) for row in rows]
+    responses = [policy_text(row["token_ids"], row["policy_mask"], tokenizer) for row in rows]
     if is_episode:
         turns = turn_texts(rows, tokenizer)
         output = " · ".join(turn["response"] for turn in turns)
         texts = {"input": turns[0]["prompt"] if turns else "", "output": output, "turns": turns}
-        return texts | {"response": "\n".join(said)}
-    return {"input": tokenizer.decode(rows[0]["prompt_ids"], skip_special_tokens=True), "output": said[0]}
+        return texts | {"response": "\n".join(responses)}
+    return {"input": tokenizer.decode(rows[0]["prompt_ids"], skip_special_tokens=True), "output": responses[0]}
 
 
 def span_of_versions(row: Record) -> list[int]:
@@ -112,8 +112,8 @@ def span_of_versions(row: Record) -> list[int]:
 
 def without_objects(info: Mapping[str, Any]) -> Record:
     """Leaves out entries that JSON has no form for, such as an environment's state: its reset seed is in the record."""
-    kept = (str, int, float, list, tuple, Mapping, np.ndarray, np.generic, Tensor)
-    return {name: value for name, value in info.items() if value is None or isinstance(value, kept)}
+    plain_types = (str, int, float, list, tuple, Mapping, np.ndarray, np.generic, Tensor)
+    return {name: value for name, value in info.items() if value is None or isinstance(value, plain_types)}
 
 
 def token_lists(batch: DataProto, row: int, texts: "TokenTexts") -> Record:
@@ -122,13 +122,13 @@ def token_lists(batch: DataProto, row: int, texts: "TokenTexts") -> Record:
     width, tensors = batch.batch["responses"].shape[1], batch.tensors
     attended = tensors["attention_mask"][row].bool()
     prompt_ids = tensors["prompts"][row][attended[:-width]].tolist()
-    kept = attended[-width:]
-    lists = {name: tensors[column][row][kept].tolist() for name, column in TOKENS.items() if column in tensors}
+    is_real = attended[-width:]
+    lists = {name: tensors[column][row][is_real].tolist() for name, column in TOKENS.items() if column in tensors}
     lists.setdefault("turns", [0] * len(lists["token_ids"]))
     for name in (name for name in COMPUTED if name in tensors):
-        lists[name] = [float(f"{number:.6g}") for number in tensors[name][row][kept].tolist()]
+        lists[name] = [float(f"{number:.6g}") for number in tensors[name][row][is_real].tolist()]
     if "loss_mask" in tensors and not tensors["loss_mask"].equal(tensors["response_mask"]):
-        lists["loss_mask"] = tensors["loss_mask"][row][kept].int().tolist()
+        lists["loss_mask"] = tensors["loss_mask"][row][is_real].int().tolist()
     shown = {"prompt_ids": prompt_ids, "prompt_texts": texts.of(prompt_ids)}
     return {**shown, "token_texts": texts.of(lists["token_ids"]), **lists}
 
@@ -159,22 +159,22 @@ class TokenTexts:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _align(self, ids: list[int], whole: str) -> list[str]:
-        """Cuts `whole` into a text for each of `ids`: as far as the tokens up to that one determine it."""
+        """Cuts `whole` into a text for each of `ids`, up to the point that the tokens so far determine."""
         texts: list[str] = []
         start = before = 0  # the text of ids from `start` on is not certain yet; those from `before` on are its context
         begins = place = 0  # where the text of ids[start:] begins in `whole`, and how much of `whole` is given out
         for end, token in enumerate(ids, start=1):
-            held = end - start
+            pending = end - start
             text = self.later[token] if end > 1 else self.first[token]
-            certain = held == 1 and BROKEN not in text and whole.startswith(text, begins)
+            certain = pending == 1 and BROKEN not in text and whole.startswith(text, begins)
             if not certain:
-                if held > MOST_HELD:
+                if pending > MOST_HELD:
                     start = before = begins = 0
                 context, both = self.decode(ids[before:start]), self.decode(ids[before:end])
                 text = both[len(context) :] if both.startswith(context) else self.decode(ids[start:end])
                 pairs = zip(text, whole[begins : begins + len(text)], strict=False)
                 known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-                certain = (known == len(text) and not text.endswith(BROKEN)) or held > MOST_HELD
+                certain = (known == len(text) and not text.endswith(BROKEN)) or pending > MOST_HELD
                 text = text[:known]
             reached = max(place, begins + len(text))
             texts.append(whole[place:reached])
@@ -194,15 +194,15 @@ def token_texts_of(tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
 def turn_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[Record]:
     """Decodes each turn: the prompt, the trained part of the answer, and its reward.
 
-    What follows the last answer is a turn of its own, without an answer.
+    The text after the last answer is a turn of its own, without an answer.
     """
     turns: list[Record] = []
     for row in rows:
         shown = row["prompt_ids"]
         tokens = [*zip(row["turns"], row["token_ids"], row["policy_mask"], row["rewards"], strict=True)]
         for turn in sorted({*row["turns"]}):
-            said = [token for number, token, policy, _ in tokens if number == turn and policy]
-            prompt, response = tokenizer.batch_decode([shown, said], skip_special_tokens=True)
+            answer = [token for number, token, policy, _ in tokens if number == turn and policy]
+            prompt, response = tokenizer.batch_decode([shown, answer], skip_special_tokens=True)
             earned = sum(reward for number, _, _, reward in tokens if number == turn)
             turns.append({"prompt": prompt, "response": response, "reward": earned})
             shown = [token for number, token, policy, _ in tokens if number == turn and not policy]

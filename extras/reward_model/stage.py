@@ -75,20 +75,20 @@ def add_model_scores(batch: DataProto, model: Any, function_weight: float, is_al
 
 
 def reward_tokenizer(model: PretrainedModelConfig, policys: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """The reward model's tokenizer; None: it is the policy's, with the same template.
+    """Loads the reward model's tokenizer; None: it is the policy's, with the same template.
 
     Raises:
         ValueError: it cannot be loaded, or has another vocabulary and no chat template.
     """
-    own = load_tokenizer(model, RM_KEY)
-    if own.get_vocab() == policys.get_vocab() and own.chat_template == policys.chat_template:
+    tokenizer = load_tokenizer(model, RM_KEY)
+    if tokenizer.get_vocab() == policys.get_vocab() and tokenizer.chat_template == policys.chat_template:
         return None
-    if own.chat_template is None and policys.chat_template is not None:
+    if tokenizer.chat_template is None and policys.chat_template is not None:
         raise ValueError(
             f"{RM_KEY}.path={model.path}: its tokenizer is not the policy's and has no chat template: set "
             f"{RM_KEY}.custom_chat_template to that of its training."
         )
-    return own
+    return tokenizer
 
 
 def encode_conversation(prompt: Prompt | None, response: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

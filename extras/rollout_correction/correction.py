@@ -193,9 +193,9 @@ def compute_rollout_rejection_mask(
     for option, (low, high) in bands.items():
         unit, _, kind = option.rpartition("_")
         statistic = REDUCTIONS[unit](DIVERGENCES[kind](log_ratio), response_mask)
-        kept = ((statistic >= low) & (statistic <= high)).expand_as(valid)
-        keep = keep & kept
-        described = _rejection_metrics(statistic, valid, (low, high)) | _rejected(kept, valid)
+        passed = ((statistic >= low) & (statistic <= high)).expand_as(valid)
+        keep = keep & passed
+        described = _rejection_metrics(statistic, valid, (low, high)) | _rejected(passed, valid)
         metrics |= {f"rollout_rs_{option}_{name}": value for name, value in described.items()}
     metrics |= {f"rollout_rs_{name}": value for name, value in _rejected(keep, valid).items()}
     return response_mask.masked_fill(~keep, 0), _floats(metrics)
@@ -385,10 +385,10 @@ def compute_policy_loss_bypass_mode(
     settings: RolloutCorrectionConfig = config.policy_loss.rollout_correction
     if settings.loss_type not in BYPASS_LOSSES:
         raise ValueError(f"loss_type is {settings.loss_type!r}, but must be one of {', '.join(BYPASS_LOSSES)}")
-    weights, kept, metrics = None, response_mask, {}
+    weights, mask, metrics = None, response_mask, {}
     if response_mask.any():  # a micro-batch may hold failed rows alone
-        weights, kept, metrics = correct_log_probs(log_prob.detach(), old_log_prob, response_mask, settings)
+        weights, mask, metrics = correct_log_probs(log_prob.detach(), old_log_prob, response_mask, settings)
     loss_fn, is_weighted = BYPASS_LOSSES[settings.loss_type]
     weights = weights if is_weighted else None
-    found = loss_fn(old_log_prob, log_prob, advantages, kept, loss_agg_mode, config, rollout_is_weights=weights)
-    return found[0], found[1] | metrics
+    result = loss_fn(old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, rollout_is_weights=weights)
+    return result[0], result[1] | metrics

@@ -169,8 +169,8 @@ def _preset(cls: type, settings: dict[str, Any], **bounds: Any) -> Any:
     """Makes a config of a preset; `bounds` are verl's threshold (or is_threshold), threshold_lower and rs_threshold."""
     upper = bounds.get("threshold", bounds.get("is_threshold", settings.get("rollout_is_threshold", 2.0)))
     upper = f"{bounds['threshold_lower']}_{upper}" if "threshold_lower" in bounds else upper
-    found = settings | ({"rollout_is_threshold": upper} if "rollout_is" in settings else {})
-    return cls(**found | ({"rollout_rs_threshold": bounds["rs_threshold"]} if "rs_threshold" in bounds else {}))
+    values = settings | ({"rollout_is_threshold": upper} if "rollout_is" in settings else {})
+    return cls(**values | ({"rollout_rs_threshold": bounds["rs_threshold"]} if "rs_threshold" in bounds else {}))
 
 
 for _name, _settings in PRESETS.items():
@@ -185,19 +185,19 @@ def preset(name: str) -> dict[str, Any]:
 class Presets(Keys):
     """Reads the name of a preset as its settings, each of which can then be changed."""
 
-    def translate_yaml(self, given: DictConfig, overrides: Any, file: str) -> None:
-        expand_presets(given)
+    def translate_yaml(self, config: DictConfig, overrides: Any, file: str) -> None:
+        expand_presets(config)
 
-    def translate_override(self, given: DictConfig, override: Any) -> None:
-        expand_presets(given)
+    def translate_override(self, config: DictConfig, override: Any) -> None:
+        expand_presets(config)
 
 
-def expand_presets(given: DictConfig) -> None:
+def expand_presets(config: DictConfig) -> None:
     """Replaces `algorithm.rollout_correction: NAME` by the settings of that preset, each of which can then be changed.
 
     null is the preset "disabled". In a mapping, which yaml files can inherit in parts, `preset: NAME` does the same.
     """
-    section, key = OmegaConf.select(given, "algorithm"), "rollout_correction"
+    section, key = OmegaConf.select(config, "algorithm"), "rollout_correction"
     if not OmegaConf.is_dict(section) or key not in section:
         return
     settings = dict(section[key]) if OmegaConf.is_dict(section[key]) else {"preset": section[key] or "disabled"}

@@ -20,7 +20,7 @@ def compute_score(
 
 
 def is_well_formed(text: str) -> bool:
-    rest, found = text, FORMAT[0]
+    rest, separator = text, FORMAT[0]
     for part in FORMAT:
-        _, found, rest = rest.partition(part)
-    return bool(found) and text.startswith(FORMAT[0])
+        _, separator, rest = rest.partition(part)
+    return bool(separator) and text.startswith(FORMAT[0])

@@ -40,10 +40,10 @@ class TestCases:
     asserts: tuple[str, ...] = ()
 
     def stdin_of(self, index: int) -> str:
-        given = self.inputs[index]
-        if self.function is None or isinstance(given, str):
-            return as_lines(given)
-        return as_lines(map(json.dumps, [given] if isinstance(given, numbers.Real) else given))
+        value = self.inputs[index]
+        if self.function is None or isinstance(value, str):
+            return as_lines(value)
+        return as_lines(map(json.dumps, [value] if isinstance(value, numbers.Real) else value))
 
     def checks_of(self, index: int, secret: str) -> tuple[str, ...]:
         """Returns the programs that run after the response's in a case: its assert, and one that prints `secret`, by
@@ -95,9 +95,9 @@ def run_case(
 
     It ends at `end`, of time.monotonic(); `limits` are run_python's others."""
     secret, left = secrets.token_hex(16), max(0.0, end - time.monotonic())
-    given, then = cases.stdin_of(index), cases.checks_of(index, secret)
+    stdin, then = cases.stdin_of(index), cases.checks_of(index, secret)
     limits |= {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "files_mb": FILES_MB}
-    done = run_python(program, given, then=then, **limits)
+    done = run_python(program, stdin, then=then, **limits)
     output = without_secret(done.output, secret) if then else done.output
     result = judge(done.status, output, cases.outputs[index], by_value=cases.function is not None)
     error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]
@@ -139,41 +139,41 @@ def same_value(output: str, expected: Any) -> bool:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Compares but for spaces at the ends and empty lines; or as numbers, unless all are integers; or, line by line, as
-    sets of words, so that order and repetition within a line do not count. Long texts: equal but for the ends."""
+    """Compares texts without empty lines and outer spaces; or as numbers, unless all are integers; or, line by line, as
+    sets of words, so that order and repetition within a line do not count. Long texts: without outer spaces only."""
     if output.strip() == expected.strip():
         return True
     if max(len(output), len(expected)) > MOST_COMPARED:
         return False
-    ours, theirs = lines_of(output), lines_of(expected)
-    if ours == theirs:
+    lines, expected = lines_of(output), lines_of(expected)
+    if lines == expected:
         return True
-    if not all(INTEGER.fullmatch(word) for line in theirs for word in line.split()) and same_numbers(ours, theirs):
+    if not all(INTEGER.fullmatch(word) for line in expected for word in line.split()) and same_numbers(lines, expected):
         return True
-    return {frozenset(line.split()) for line in ours} == {frozenset(line.split()) for line in theirs}
+    return {frozenset(line.split()) for line in lines} == {frozenset(line.split()) for line in expected}
 
 
 def lines_of(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def same_numbers(ours: list[str], theirs: list[str]) -> bool:
-    """Says whether both are lines of as many numbers each, within 1e-5 of theirs."""
-    if [len(line.split()) for line in ours] != [len(line.split()) for line in theirs]:
+def same_numbers(output: list[str], expected: list[str]) -> bool:
+    """Returns whether both have as many numbers in each line, and all are within 1e-5 of the expected ones."""
+    if [len(line.split()) for line in output] != [len(line.split()) for line in expected]:
         return False
     try:
-        columns = ([float(word) for line in lines for word in line.split()] for lines in (ours, theirs))
+        columns = ([float(word) for line in lines for word in line.split()] for lines in (output, expected))
         pairs = [*zip(*columns, strict=True)]
     except ValueError:
         return False
     return all(math.isfinite(a) and abs(a - b) <= 1e-8 + 1e-5 * abs(b) for a, b in pairs)
 
 
-def parse_test_cases(given: str | dict[str, Any]) -> TestCases:
+def parse_test_cases(value: str | dict[str, Any]) -> TestCases:
     """Reads the cases of a row: {inputs, outputs[, fn_name]}, or {assert_case[, inputs, outputs]}, or JSON of one.
 
     Raises ValueError for anything else."""
-    cases = json.loads(given) if isinstance(given, str) else given
+    cases = json.loads(value) if isinstance(value, str) else value
     if not isinstance(cases, dict) or not ("assert_case" in cases or {"inputs", "outputs"} <= cases.keys()):
         raise ValueError("test cases are a dict with inputs and outputs, each a list, or with assert_case.")
     function, inputs, outputs = (cases.get(name) for name in ("fn_name", "inputs", "outputs"))

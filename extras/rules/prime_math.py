@@ -76,9 +76,9 @@ def equal_as_text(answer: str, truth: str) -> bool:
         return True
     if not answer:
         return False
-    ours, theirs = parts(answer), parts(truth)
-    same_brackets = len(theirs) == 1 or (answer[0], answer[-1]) == (truth[0], truth[-1])
-    return same_brackets and len(ours) == len(theirs) and all(map(equal_part, ours, theirs))
+    answer_parts, truth_parts = parts(answer), parts(truth)
+    same_brackets = len(truth_parts) == 1 or (answer[0], answer[-1]) == (truth[0], truth[-1])
+    return same_brackets and len(answer_parts) == len(truth_parts) and all(map(equal_part, answer_parts, truth_parts))
 
 
 def equal_part(answer: str, truth: str) -> bool:
@@ -92,8 +92,8 @@ def equal_part(answer: str, truth: str) -> bool:
 
 def unwrap(text: str) -> str:
     r"""Unwraps a \text{…} that is all there is."""
-    found = re.fullmatch(r"\\text\{(.+?)\}", text.strip())
-    return found[1] if found else text.strip()
+    match = re.fullmatch(r"\\text\{(.+?)\}", text.strip())
+    return match[1] if match else text.strip()
 
 
 def canonical(text: str) -> str:
@@ -127,17 +127,17 @@ def equal_as_number(answer: str, truth: str, pi: float) -> bool:
     answer, truth = without_signs(answer), without_signs(truth)
     if answer.lower() == truth.lower():
         return True
-    ours, theirs = number(answer, pi), number(truth, pi)
-    if ours is not None and theirs is not None:
-        return any(math.isclose(ours, theirs * scale, rel_tol=TOLERANCE) for scale in (0.01, 1, 100))
+    value, target = number(answer, pi), number(truth, pi)
+    if value is not None and target is not None:
+        return any(math.isclose(value, target * scale, rel_tol=TOLERANCE) for scale in (0.01, 1, 100))
     if not answer or not truth:
         return False
     if {answer[0], truth[0]} == {"(", "["} or {answer[-1], truth[-1]} == {")", "]"}:
         return False  # an interval's end is in it or not
     if re.sub(r"[\[\](){}\s]", "", answer).lower() == re.sub(r"[\[\](){}\s]", "", truth).lower():
         return True
-    ours, theirs = elements(answer), elements(truth)
-    return len(ours) == len(theirs) > 1 and all(equal_as_number(*pair, pi) for pair in zip(ours, theirs, strict=True))
+    answer, truth = elements(answer), elements(truth)
+    return len(answer) == len(truth) > 1 and all(equal_as_number(*pair, pi) for pair in zip(answer, truth, strict=True))
 
 
 def without_signs(text: str) -> str:

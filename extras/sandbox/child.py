@@ -247,12 +247,12 @@ def set_limits(seconds: int, memory: int, size: int, more: int = 1) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def most_processes(own: int) -> int:
-    """Returns how many threads this user may have with `own`, and those that run: the kernel counts them all."""
+def most_processes(count: int) -> int:
+    """Returns how many threads this user may have: `count`, and those that run, as the kernel counts them all."""
     if os.getuid() != os.geteuid():  # `count_alone`
-        return own
+        return count
     with suppress(OSError), open("/proc/loadavg") as file:
-        return int(file.read().split()[3].split("/")[1]) + own
+        return int(file.read().split()[3].split("/")[1]) + count
     return 0
 
 
@@ -274,8 +274,8 @@ def restrict_files(more: tuple[str, ...], processes: bool, in_memory: bool) -> N
     rules = check_returned(libc.syscall(CREATE_RULESET, struct.pack("QQQ", every, 0, scopes), 24, 0))
     readable = (*READABLE, sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *more)
     allowed = dict.fromkeys(readable, READ_FILE | READ_DIR | (EXECUTE if processes else 0))
-    here = every if in_memory or processes else READ_FILE | READ_DIR
-    for path, rights in (allowed | {os.devnull: READ_FILE | WRITE_FILE, ".": here}).items():
+    folder_rights = every if in_memory or processes else READ_FILE | READ_DIR
+    for path, rights in (allowed | {os.devnull: READ_FILE | WRITE_FILE, ".": folder_rights}).items():
         with suppress(FileNotFoundError, PermissionError):
             folder = os.open(path, os.O_PATH)
             rights = rights if os.path.isdir(path) else rights & ~READ_DIR
@@ -316,15 +316,15 @@ def make_filter(refused: list[int], processes: bool, connects: bool) -> list[Ins
               "_ 2 -"),
         strict=False,
     ))  # fmt: skip
-    mine, truncates = os.getpid(), os.O_TRUNC | os.O_ACCMODE  # not even what is opened to be read
+    pid, truncates = os.getpid(), os.O_TRUNC | os.O_ACCMODE  # not even what is opened to be read
     rest = [(RETURN, 0, 0, ALLOW)]
     refuse = [(RETURN, 0, 0, NOT_PERMITTED)]
     bodies = {
         "clone": argument_is(0, *((CLONE_NEW, [0]) if processes else (CLONE_THREAD, [CLONE_THREAD])), rest) + refuse,
         "socket": (argument_is(0, ~0, [AF_INET], rest) if connects else []) + refuse,
-        "kill": rest if connects else argument_is(0, ~0, [mine], rest) + refuse,
-        "tgkill": rest if connects else argument_is(0, ~0, [mine], rest) + refuse,
-        "prlimit64": argument_is(0, ~0, [0, mine], rest) + refuse,
+        "kill": rest if connects else argument_is(0, ~0, [pid], rest) + refuse,
+        "tgkill": rest if connects else argument_is(0, ~0, [pid], rest) + refuse,
+        "prlimit64": argument_is(0, ~0, [0, pid], rest) + refuse,
         "socketpair": argument_is(0, ~0, [AF_UNIX], argument_is(1, SOCK_TYPE, [SOCK_STREAM], rest)) + refuse,
         "fcntl": argument_is(1, ~0, SET_OWNERS, refuse) + rest,
         "ioctl": argument_is(1, ~0, TERMINALS, refuse) + rest,

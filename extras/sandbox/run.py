@@ -72,16 +72,16 @@ def run_python(
     with ExitStack() as opened:
         folder = opened.enter_context(own_folder())
         texts = [text.encode("utf-8", "replace") for text in (code, *then)]
-        sources, given, output, errors = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        sources, input_file, output, errors = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         fill(sources, b"".join(texts))
-        fill(given, stdin.encode("utf-8", "replace"))
+        fill(input_file, stdin.encode("utf-8", "replace"))
         started, ready = os.pipe()
         opened.callback(os.close, started)
         cpu_seconds = math.ceil(seconds if cpu_seconds is None else cpu_seconds) + GRACE_SECONDS
         limits = (cpu_seconds, memory_mb, files_mb, int(processes), int(anyway))
         process = subprocess.Popen(
             words_of_child(readable, ready, *limits, 0, sources.fileno(), *map(len, texts)),
-            **{"stdin": given, "stdout": output, "stderr": errors},
+            **{"stdin": input_file, "stdout": output, "stderr": errors},
             pass_fds=[sources.fileno(), ready],
             **surroundings(folder),
         )
@@ -101,8 +101,8 @@ def words_of_child(readable: Sequence[str | Path], *more: object) -> list[str]:
 def surroundings(folder: str) -> dict[str, Any]:
     """Returns where a process is started: in a folder of its own, with no variable of yours, and in a group of its own,
     to be killed as one."""
-    own = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    return {"cwd": folder, "env": own, "start_new_session": True}
+    variables = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    return {"cwd": folder, "env": variables, "start_new_session": True}
 
 
 class FencedCommand:
@@ -118,7 +118,7 @@ class FencedCommand:
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], port: int) -> None:
         self.folder = tempfile.mkdtemp(prefix="sandbox-")
-        self.told, ready = socket.socketpair()
+        self.channel, ready = socket.socketpair()
         self.ready, path = ready, os.pathsep.join((os.path.dirname(sys.executable), os.defpath))
         limits = ready.fileno(), self.CPU_SECONDS, self.MEMORY_MB, self.FILES_MB, 1, 0, port
         self.words = words_of_child(readable_by(words, path), *limits, os.getcwd(), *words)
@@ -133,9 +133,9 @@ class FencedCommand:
             RuntimeError: it was not begun, as this system lacks a fence.
         """
         self.ready.close()
-        self.told.settimeout(START_SECONDS)
-        with self.told:
-            word, descriptors, *_ = socket.recv_fds(self.told, 1000, 1)
+        self.channel.settimeout(START_SECONDS)
+        with self.channel:
+            word, descriptors, *_ = socket.recv_fds(self.channel, 1000, 1)
         if not descriptors:
             raise RuntimeError(f"it was not run in the sandbox: {lacking(word.decode().split(', ')[1:])}")
         return socket.socket(fileno=descriptors[0])
@@ -172,32 +172,32 @@ def run_shell(
 
     `words` are its name and arguments. It finds what is in `cwd` and in the user's home, and may write beside it.
     """
-    given = {name: value for name, value in variables.items() if not name.startswith(("BASH", "LD_"))}
+    environment = {name: value for name, value in variables.items() if not name.startswith(("BASH", "LD_"))}
     folders = {kind: (str(path), sorted(os.listdir(path))) for kind, path in (("cwd", cwd), ("home", Path.home()))}
     program, *scripts = (Path(__file__).with_name(name).read_text() for name in ("shell.py", "stand.sh", "prelude.sh"))
     done = run_python(
         program,
-        json.dumps([text, words, given, folders, *scripts]),
+        json.dumps([text, words, environment, folders, *scripts]),
         seconds=seconds,
         files_mb=8,
         readable=readable,
         processes=True,
     )
-    output, errors, here = done.output, done.errors, done.output.split("\0", 2)[1]
+    output, errors, folder = done.output, done.errors, done.output.split("\0", 2)[1]
     for kind, (path, _) in folders.items():
-        output, errors = (said.replace(f"{here}/{kind}", path) for said in (output, errors))
-    return list(calls_in(output.split("\0")[3:-1], given)), replace(done, output="", errors=errors)
+        output, errors = (stream.replace(f"{folder}/{kind}", path) for stream in (output, errors))
+    return list(calls_in(output.split("\0")[3:-1], environment)), replace(done, output="", errors=errors)
 
 
-def calls_in(fields: list[str], given: Mapping[str, str]) -> Iterator[Call]:
-    """Yields the calls of shell.py's records, with the variables that are not as they were `given`."""
+def calls_in(fields: list[str], environment: Mapping[str, str]) -> Iterator[Call]:
+    """Yields the calls of shell.py's records, with the variables that differ from `environment`."""
     while fields:
         middle = 1 + int(fields[0])
         end = middle + 1 + int(fields[middle])
         variables = dict(pair.partition("=")[::2] for pair in fields[middle + 1 : end])
-        new = {name: value for name, value in variables.items() if given.get(name) != value}
-        own = (*OF_THE_SHELL, *(name for name in new if name.startswith("BASH")))
-        yield Call(fields[1:middle], {name: value for name, value in new.items() if name not in own})
+        new = {name: value for name, value in variables.items() if environment.get(name) != value}
+        shell_names = (*OF_THE_SHELL, *(name for name in new if name.startswith("BASH")))
+        yield Call(fields[1:middle], {name: value for name, value in new.items() if name not in shell_names})
         fields = fields[end:]
 
 
@@ -262,14 +262,14 @@ def check_fences(sandbox: str = "closed", key: str = "reward.sandbox") -> str:
     Raises:
         ConfigError: they are fewer than `sandbox` asks for, the value of `key`.
     """
-    held, lacks = fences(), lacking(fences())
-    if child.is_closed(held):
-        if sandbox != "required" or child.LANDLOCK in held:
-            return f"programs of the policy run in a sandbox: {', '.join(held)}."
-        lacks = f"this machine has no {child.LANDLOCK} (Linux 5.13), without which programs can read your files."
+    present, problem = fences(), lacking(fences())
+    if child.is_closed(present):
+        if sandbox != "required" or child.LANDLOCK in present:
+            return f"programs of the policy run in a sandbox: {', '.join(present)}."
+        problem = f"this machine has no {child.LANDLOCK} (Linux 5.13), without which programs can read your files."
     if sandbox == "open":
-        return lacks
-    raise ConfigError(f"{key}={sandbox}: {lacks} Run it there; {key}=open says that you know.", key)
+        return problem
+    raise ConfigError(f"{key}={sandbox}: {problem} Run it there; {key}=open says that you know.", key)
 
 
 def check_command_fences(key: str) -> None:
@@ -278,8 +278,8 @@ def check_command_fences(key: str) -> None:
         raise ConfigError(f"{key}=true: {lacking(fences())} A command takes {child.NAMESPACES}.", key)
 
 
-def lacking(held: Sequence[str]) -> str:
+def lacking(present: Sequence[str]) -> str:
     return (
-        f"the sandbox is open: on this machine programs are held by {', '.join(held) or 'no fence'}, and it takes "
+        f"the sandbox is open: on this machine programs are held by {', '.join(present) or 'no fence'}, and it takes "
         f"{child.SECCOMP} with {child.LANDLOCK} (Linux 5.13) or {child.NAMESPACES} (`unshare -rn true`)."
     )

@@ -30,13 +30,13 @@ def become_shell(
         folders: the working directory `cwd` and `home`, each the path and the names of its entries.
         stand, prelude: stand.sh, which stands for a command, and prelude.sh, which every bash reads first.
     """
-    here = os.getcwd()
+    folder = os.getcwd()
     for kind, (path, entries) in folders.items():
         os.mkdir(kind)
         for entry in entries[:MOST_LINKS]:
             os.symlink(os.path.join(path, entry), os.path.join(kind, entry))
     bash = next(path for path in ("/usr/bin/bash", "/bin/bash", "/usr/local/bin/bash") if os.path.exists(path))
-    places = {"HERE": here, "PYTHON": sys.executable, "NAMES": " ".join(STANDS), "BASH": bash}
+    places = {"HERE": folder, "PYTHON": sys.executable, "NAMES": " ".join(STANDS), "BASH": bash}
     os.mkdir("bin")
     write("bin/python", stand, places, 0o755)
     for name in (*STANDS[1:], "no-folder", "no-file", "no-command"):
@@ -44,10 +44,10 @@ def become_shell(
     write("prelude", prelude, places, 0o644)
     os.dup2(1, RECORDS)
     os.dup2(2, 1)
-    os.write(RECORDS, f"1\0{here}\x000\0".encode())
+    os.write(RECORDS, f"1\0{folder}\x000\0".encode())
     os.chdir("cwd")
-    own = {"PATH": f"{here}/bin:/usr/bin:/bin", "HOME": f"{here}/home", "TMPDIR": here, "PWD": os.getcwd()}
-    os.execve(bash, ["bash", "-p", "-c", f". {here}/prelude; {text}", *words], variables | own)
+    changes = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": f"{folder}/home", "TMPDIR": folder, "PWD": os.getcwd()}
+    os.execve(bash, ["bash", "-p", "-c", f". {folder}/prelude; {text}", *words], variables | changes)
 
 
 def write(path: str, text: str, places: dict[str, str], mode: int) -> None:

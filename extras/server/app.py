@@ -206,9 +206,9 @@ def bare_app() -> FastAPI:
 
 
 async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse:
-    """400, with the place and the reason of one thing that is wrong: of what may be written in several ways, that which
-    is wrong in the nearest one."""
-    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    """Answers 400 with the place and the reason of one error; where a value may have several forms, the error of the
+    form that fits it best."""
+    first = max(error.errors(), key=lambda item: len(item["loc"]))
     place = ".".join(str(part) for part in first["loc"] if part != "body")
     return JSONResponse(error_body(f"{place}: {first['msg']}" if place else first["msg"]), 400)
 
@@ -270,12 +270,12 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
     if not 0 <= min(prompt) <= max(prompt) < served.vocab_size:
         raise HTTPException(400, f"the prompt has token ids beyond the model's, which are 0 to {served.vocab_size - 1}")
     room = served.context - len(prompt)
-    asked = min(served.max_tokens, room) if body.longest is None else body.longest
-    if not (0 if body.longest == 0 else 1) <= asked <= room:
-        size = f"{len(prompt)} tokens and the response is to have {max(asked, 1)}, together more than the"
+    length = min(served.max_tokens, room) if body.longest is None else body.longest
+    if not (0 if body.longest == 0 else 1) <= length <= room:
+        size = f"{len(prompt)} tokens and the response is to have {max(length, 1)}, together more than the"
         limit = f"{served.context} of this server (data.max_prompt_length + max_response_length)"
         raise HTTPException(400, f"the prompt has {size} {limit}")
-    return asked
+    return length
 
 
 def check_engine(served: Served, body: CompletionBody | ChatBody) -> None:
@@ -299,21 +299,21 @@ def admit(served: Served, choices: int, request: Request) -> None:
 
 
 async def answer(
-    served: Served, body: CompletionBody | ChatBody, asked: Sequence[Prompt | list[int]], request: Request
+    served: Served, body: CompletionBody | ChatBody, inputs: Sequence[Prompt | list[int]], request: Request
 ) -> Response:
     """Answers a request with all of its choices, whole or as a stream of events."""
-    if not asked:
+    if not inputs:
         raise HTTPException(400, "prompt is empty")
-    if len(asked) * (body.n or 1) > MOST_CHOICES:
-        size = f"{len(asked)} prompts with n={body.n or 1}"
+    if len(inputs) * (body.n or 1) > MOST_CHOICES:
+        size = f"{len(inputs)} prompts with n={body.n or 1}"
         raise HTTPException(400, f"{size}: a request has at most {MOST_CHOICES} choices, send several")
     check_engine(served, body)
-    admit(served, len(asked) * (body.n or 1), request)
+    admit(served, len(inputs) * (body.n or 1), request)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     prompts: list[list[int]] = []
     limits: list[int] = []
     for_template = {**tool_kwargs(body.schemas, served.parser, served.tokenizer), **body.for_template}
-    for prompt in asked:  # one after the other, so that none is encoded behind one that does not fit
+    for prompt in inputs:  # one after the other, so that none is encoded behind one that does not fit
         prompts.append(await encode(served, prompt, for_template))
         limits.append(tokens_left(served, body, prompts[-1]))
     choices = [
@@ -324,7 +324,7 @@ async def answer(
     form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]), served.parser)
     if body.stream:
         return StreamingResponse(events(form, choices), media_type="text/event-stream")
-    work = echo(served, form, asked, choices) if body.echo else gather_parts(choices)
+    work = echo(served, form, inputs, choices) if body.echo else gather_parts(choices)
     return JSONResponse(form.whole(await while_awaited(request, work)))
 
 
@@ -364,26 +364,26 @@ async def parts(
 
 async def gather_parts(choices: Sequence[AsyncIterator[Part]]) -> list[Part]:
     """Returns every choice whole."""
-    found = [Part() for _ in choices]
+    answers = [Part() for _ in choices]
     async with aclosing(merge_streams(choices)) as pieces:
         async for index, part in pieces:
-            found[index] += part
-    return found
+            answers[index] += part
+    return answers
 
 
 async def echo(
-    served: Served, form: ResponseBuilder, asked: Sequence[str | list[int]], choices: Sequence[AsyncIterator[Part]]
+    served: Served, form: ResponseBuilder, inputs: Sequence[str | list[int]], choices: Sequence[AsyncIterator[Part]]
 ) -> list[Part]:
-    """Returns every choice whole, behind its prompt as it was `asked`; with log-probs of both, if they are wanted."""
-    found, body = await gather_parts(choices), form.body
-    for index, part in enumerate(found):
+    """Returns every choice whole, behind its prompt from `inputs`; with log-probs of both if the body asks for them."""
+    answers, body = await gather_parts(choices), form.body
+    for index, part in enumerate(answers):
         place = index // (body.n or 1)
-        prompt, token_ids = asked[place], [*form.prompts[place], *part.token_ids]
+        prompt, token_ids = inputs[place], [*form.prompts[place], *part.token_ids]
         part.text = (prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)) + part.text
         if body.wants_log_probs:
             work = partial(score_tokens, served.pump, token_ids, body.logprobs)
             part.scored = await asyncio.get_running_loop().run_in_executor(served.pump.thread, work)
-    return found
+    return answers
 
 
 @torch.no_grad()
@@ -396,8 +396,8 @@ def score_tokens(pump: AsyncEngine, token_ids: list[int], alternatives: int) -> 
     candidates = torch.cat([logits.topk(alternatives).indices, ids[1:, None]], dim=-1)
     sums = torch.cat([part.float().logsumexp(-1) for part in logits.split(1024)])  # in float32, a part at a time
     scores = logits.gather(-1, candidates).float() - sums[:, None]
-    found = [dict(zip(*row, strict=True)) for row in zip(candidates.tolist(), scores.tolist(), strict=True)]
-    return [*zip(token_ids, [None, *scores[:, -1].tolist()], [None, *found], strict=True)]
+    by_token = [dict(zip(*row, strict=True)) for row in zip(candidates.tolist(), scores.tolist(), strict=True)]
+    return [*zip(token_ids, [None, *scores[:, -1].tolist()], [None, *by_token], strict=True)]
 
 
 async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) -> AsyncIterator[str]:

@@ -178,8 +178,8 @@ class ChatBody(Body):
                     pass
                 case _:
                     raise ValueError('a tool is {"type": "function", "function": {"name": …}}')
-        if own := [name for name in self.chat_template_kwargs or () if name in OUR_OWN]:
-            raise ValueError(f"chat_template_kwargs may not hold {own[0]}, which this server sets itself")
+        if reserved := [name for name in self.chat_template_kwargs or () if name in OUR_OWN]:
+            raise ValueError(f"chat_template_kwargs may not hold {reserved[0]}, which this server sets itself")
         return self
 
     @property
@@ -325,9 +325,9 @@ def with_text(message: Json) -> Json:
             changed["tool_calls"] = [
                 {
                     **call,
-                    "function": {**function, "arguments": json.loads(told or "{}") if isinstance(told, str) else told},
+                    "function": {**function, "arguments": json.loads(args or "{}") if isinstance(args, str) else args},
                 }
-                for call, function, told in calls
+                for call, function, args in calls
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError('tool_calls holds {"function": {"name": …, "arguments": JSON}}') from error
@@ -360,8 +360,8 @@ class TokenText:
         self.tokenizer, self.stops = tokenizer, stops
         self.stopped = False
         self.ids: list[int] = []
-        self.start = self.end = 0  # ids before `end` are text; from `start` on they are decoded, for their context
-        self.held = ""
+        self.start = self.end = 0  # ids before `end` are text; ids from `start` on are decoded again, as context
+        self.pending = ""
 
     def push(self, token_id: int) -> str:
         """Returns the text that is certain by one more token."""
@@ -369,8 +369,8 @@ class TokenText:
         known, text = self._decode_window()
         if len(text) > len(known) and not text.endswith(BROKEN):
             self.start, self.end = self.end, len(self.ids)
-            self.held += text[len(known) :]
-        return self._release(count_held_back(self.held, self.stops))
+            self.pending += text[len(known) :]
+        return self._release(count_held_back(self.pending, self.stops))
 
     def finish(self) -> str:
         """Returns the rest, when no more tokens come."""
@@ -378,7 +378,7 @@ class TokenText:
             return ""
         known, text = self._decode_window()
         self.start = self.end = len(self.ids)
-        self.held += text[len(known) :]
+        self.pending += text[len(known) :]
         return self._release(0)
 
     def _decode_window(self) -> tuple[str, str]:
@@ -387,12 +387,12 @@ class TokenText:
         known, text = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in windows)
         return known, text
 
-    def _release(self, kept: int) -> str:
-        """Releases the held text, but for its last `kept` characters, and but for a stop string and all after it."""
-        places = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
+    def _release(self, held_back: int) -> str:
+        """Returns the pending text up to a stop string; without one, all but its last `held_back` characters."""
+        places = [place for stop in self.stops if (place := self.pending.find(stop)) >= 0]
         self.stopped = bool(places)
-        cut = min(places) if places else len(self.held) - kept
-        text, self.held = self.held[:cut], "" if places else self.held[cut:]
+        cut = min(places) if places else len(self.pending) - held_back
+        text, self.pending = self.pending[:cut], "" if places else self.pending[cut:]
         return text
 
 

@@ -59,8 +59,8 @@ def check_server(config: ServerConfig) -> None:
     if server.host not in LOOPBACK and not read_key(vars(server), "server"):
         raise ConfigError(f"server.host={server.host} lets others in: set server.api_key_env, or host=127.0.0.1.")
     if server.takes_weights and (rollout.name != "vllm" or server.host not in LOOPBACK):
-        given = f"server.takes_weights=true with rollout.name={rollout.name}, server.host={server.host}"
-        raise ConfigError(f"{given}: it needs rollout.name=vllm and server.host=127.0.0.1.")
+        settings = f"server.takes_weights=true with rollout.name={rollout.name}, server.host={server.host}"
+        raise ConfigError(f"{settings}: it needs rollout.name=vllm and server.host=127.0.0.1.")
     adapter, rank = model.get("lora_adapter_path"), model.get("lora_rank")
     if adapter and rollout.name == "vllm":
         raise ConfigError(

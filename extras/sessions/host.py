@@ -148,8 +148,8 @@ class Running:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         session = {"OPENAI_BASE_URL": task["base_url"], "OPENAI_API_KEY": task["api_key"]}
         if not fenced:
-            own = {"env": program_environment() | session, "start_new_session": True}
-            return cls(host, await asyncio.create_subprocess_exec(*words, **pipes, **own))
+            options = {"env": program_environment() | session, "start_new_session": True}
+            return cls(host, await asyncio.create_subprocess_exec(*words, **pipes, **options))
         fence = FencedCommand(words, session, host.port)
         running = cls(host, await asyncio.create_subprocess_exec(*fence.words, **pipes, **fence.arguments))
         running.fence = fence
@@ -202,16 +202,16 @@ def program_environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "NO_PROXY": local, "no_proxy": local}
 
 
-async def keep_end(pipe: asyncio.StreamReader, kept: bytearray) -> None:
+async def keep_end(pipe: asyncio.StreamReader, buffer: bytearray) -> None:
     """Reads all of a pipe, so that nobody waits for a full one, and keeps its end."""
     while piece := await pipe.read(KEPT):
-        kept += piece
-        del kept[:-KEPT]
+        buffer += piece
+        del buffer[:-KEPT]
 
 
 def as_json(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
-def last_lines(kept: bytearray, count: int) -> str:
-    return "\n".join(kept.decode("utf-8", "replace").strip().splitlines()[-count:])[-1000:]
+def last_lines(output: bytearray, count: int) -> str:
+    return "\n".join(output.decode("utf-8", "replace").strip().splitlines()[-count:])[-1000:]

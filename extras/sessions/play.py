@@ -140,8 +140,8 @@ class ProgramEpisode(UsersEpisode):
             failure = EpisodeFailed("aborted", session.aborted)
         is_full = bool(session.refusal and session.rows)
         if failure is not None and not (is_full and failure.end_reason == "env_error"):
-            said = last_lines(session.errors, 3) if failure.end_reason == "timeout" else ""
-            text = f"{KEY}={self.rollout.agent.program}: {failure}{said and f'; its last lines: {said}'}"
+            last = last_lines(session.errors, 3) if failure.end_reason == "timeout" else ""
+            text = f"{KEY}={self.rollout.agent.program}: {failure}{last and f'; its last lines: {last}'}"
             return finish_samples(samples, failure.end_reason, {BROUGHT: 0.0}, session.requests, text)
         reason = "context_full" if is_full else END_REASON_OF[session.rows[-1].ends[-1].finish_reason]
         metrics = {"unproven": session.unproven_share, "rows": len(samples)}
@@ -165,7 +165,7 @@ def end_all(started: list[Running]) -> None:
         running.end()
 
 
-def reward_in(said: Any, session: Session) -> float | None:
+def reward_in(output: Any, session: Session) -> float | None:
     """Returns the reward that was posted, or else that in a last line or a returned value: a number, or reward in JSON.
 
     Raises:
@@ -173,10 +173,10 @@ def reward_in(said: Any, session: Session) -> float | None:
     """
     if session.reward.done():
         return session.reward.result()
-    value = read_json(said) if isinstance(said, str) else said
+    value = read_json(output) if isinstance(output, str) else output
     if isinstance(value, dict) and "reward" in value:
         value = value["reward"]
-    elif value is None or (isinstance(said, str) and not isinstance(value, int | float)):
+    elif value is None or (isinstance(output, str) and not isinstance(value, int | float)):
         return None
     try:
         check_reward(reward := float(value))

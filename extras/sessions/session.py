@@ -158,12 +158,12 @@ class Session:
 
     async def _answer(self, body: ChatBody, messages: list[Message]) -> tuple[ResponseBuilder, Part]:
         keys, template = [key_of(message) for message in messages], self._template(body)
-        told = [key for key, message in zip(keys, messages, strict=True) if message["role"] == "assistant"]
-        self.claimed += sum(map(len, told))
-        self.unproven += sum(len(key) for key in told if key not in self.answers)
+        claims = [key for key, message in zip(keys, messages, strict=True) if message["role"] == "assistant"]
+        self.claimed += sum(map(len, claims))
+        self.unproven += sum(len(key) for key in claims if key not in self.answers)
         row, end = max(
             ((row, end) for row in self.rows if row.template == template and (end := row.last_end(keys))),
-            key=lambda found: (found[1].messages, not found[0].busy and found[1] is found[0].ends[-1]),
+            key=lambda pair: (pair[1].messages, not pair[0].busy and pair[1] is pair[0].ends[-1]),
             default=(None, None),
         )
         goes_on = row is not None and not row.busy and end is row.ends[-1]
@@ -221,14 +221,14 @@ class Session:
         done = await self._ask(self.policy.answer(prompt, most, turn, sampling))
         text = TokenText(tokenizer, body.stops)
         part = read_piece(text, done)
-        kept, version = len(part.token_ids), done.weight_version
+        length, version = len(part.token_ids), done.weight_version
         form = ResponseBuilder(body, [prompt], lambda token_id: tokenizer.decode([token_id]), self.speech.parser)
         answer = key_of(with_text({"role": "assistant", "content": part.text, **form.calls(part)}))
         before = sample.turns[-1] if sample.turns else turn
         sample.extend(context, None, policy=False, turn=before)
-        version = version if isinstance(version, int) else version[:kept]
+        version = version if isinstance(version, int) else version[:length]
         sample.extend(part.token_ids, part.log_probs, True, version, turn)
-        stopped = done.finish_reason == "stop" and kept == len(done.token_ids)
+        stopped = done.finish_reason == "stop" and length == len(done.token_ids)
         branch.keys = [*keys, answer]
         branch.ends.append(End(len(branch.keys), len(branch.ids), stopped, part.finish_reason))
         self.answers.add(answer)
@@ -237,15 +237,15 @@ class Session:
 
     async def _ask(self, work: Coroutine[Any, Any, Completion]) -> Completion:
         """Returns what `work` does in the policy's event loop; raises EngineError where that is no answer."""
-        asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        reply = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         try:
             with self.stopped_clock():
-                await asyncio.wait([asked, self.over], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([reply, self.over], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            reply.cancel()
         if self.over.done():
             raise EngineError("the episode of this session is over")
-        done = asked.result()
+        done = reply.result()
         if done.finish_reason == "aborted" or not done.token_ids:
             self.aborted = "the engine aborted a request" if done.token_ids else "the engine answered without a token"
             raise EngineError(self.aborted)

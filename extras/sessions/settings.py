@@ -34,9 +34,9 @@ class Settings(Frozen):
             raise ConfigError(f"{key}.program={self.program} plays rows, and env.id={config.env.id} is set too.")
         if self.get("default_agent_loop"):
             raise ConfigError(f"{key}.program and {key}.default_agent_loop are both set: one of them plays the rows.")
-        asked = [name for name in ("program_serves", "program_sandbox") if self.get(name)]
-        if asked and FUNCTION.fullmatch(self.program):
-            raise ConfigError(f"{key}.{asked[0]}=true: {self.program} is a function; it takes a command.")
+        chosen = [name for name in ("program_serves", "program_sandbox") if self.get(name)]
+        if chosen and FUNCTION.fullmatch(self.program):
+            raise ConfigError(f"{key}.{chosen[0]}=true: {self.program} is a function; it takes a command.")
         if self.program_sandbox:
             from extras.sandbox.run import check_command_fences
 

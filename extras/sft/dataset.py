@@ -188,10 +188,10 @@ class TokenRows(Dataset):
 
     def sample(self, position: int) -> Sample:
         row, origin = self.rows[position], f"{type(self.rows).__name__}, row {position}"
-        found = [row.get(name) for name in ("input_ids", "loss_mask")]
-        if any(part is None for part in found) or len(found[0]) != len(found[1]):
+        columns = [row.get(name) for name in ("input_ids", "loss_mask")]
+        if any(part is None for part in columns) or len(columns[0]) != len(columns[1]):
             raise ValueError(f"{origin} has {', '.join(row)}; it needs input_ids and loss_mask, of one length.")
-        ids, mask = (torch.as_tensor(part).long() for part in found)
+        ids, mask = (torch.as_tensor(part).long() for part in columns)
         if isinstance(self.rows, LearnsNext):
             mask = mask.roll(1)
         if row.get("attention_mask") is not None:
@@ -200,7 +200,7 @@ class TokenRows(Dataset):
         if len(ids) > self.config.max_length:
             raise ValueError(f"{origin} has {len(ids)} tokens, more than data.max_length={self.config.max_length}.")
         try:
-            return sample_of(Part([token], bool(own)) for token, own in zip(ids.tolist(), mask.tolist(), strict=True))
+            return sample_of(Part([token], bool(flag)) for token, flag in zip(ids.tolist(), mask.tolist(), strict=True))
         except ValueError as error:
             raise ValueError(f"{origin}: {error}") from error
 
@@ -216,10 +216,10 @@ def create_sft_dataset(
     chosen = config.custom_cls
     if chosen.path is None:
         return SFTDataset(data_files, tokenizer, config, end_id, max_samples)
-    found = load_subclass(chosen.path, chosen.name, Dataset, "data.custom_cls.name")
+    dataset_class = load_subclass(chosen.path, chosen.name, Dataset, "data.custom_cls.name")
     offered = {"tokenizer": tokenizer, "config": config, "processor": None, "max_samples": max_samples}
     offered |= {"parquet_files": data_files, "data_files": data_files, "end_id": end_id}
-    made = bind(found, offered, chosen.kwargs, f"data.custom_cls.name={chosen.name}")()
+    made = bind(dataset_class, offered, chosen.kwargs, f"data.custom_cls.name={chosen.name}")()
     return made if len(made) and "sample" in made[0] else TokenRows(made, config)
 
 
@@ -280,7 +280,7 @@ class ConversationFormat:
         )
         pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
         parts = [Part([token for token, _ in run], bool(mark)) for mark, run in groupby(pairs, lambda pair: pair[1])]
-        of_answers = [own for message, own in zip(messages, learnt, strict=True) if message["role"] == "assistant"]
+        of_answers = [flag for message, flag in zip(messages, learnt, strict=True) if message["role"] == "assistant"]
         if len(of_answers) != sum(part.learnt for part in parts):
             raise ValueError(
                 f"{len(of_answers)} answers, and the chat template marks {sum(part.learnt for part in parts)} by its "
@@ -294,20 +294,20 @@ class ConversationFormat:
         """Splits a conversation turn by turn: prompt, answer, the messages that follow it, the next answer."""
         place = 0
         for is_answer, group in groupby(messages, lambda message: message["role"] == "assistant"):
-            said = list(group)
-            if is_answer and (place == 0 or len(said) > 1):
+            turn = list(group)
+            if is_answer and (place == 0 or len(turn) > 1):
                 raise ValueError(
                     "messages must start with a prompt, and hold one answer at a time, a text or calls of tools; a "
                     "chat template with generation markers takes others."
                 )
-            own = learnt[place : place + len(said)]
+            flags = learnt[place : place + len(turn)]
             if is_answer:
-                yield Part(self.answer_ids(said[0], chat), own[0])
-            elif any(own):
-                yield from self.mask_of_messages(said, own, chat, first=place == 0)
+                yield Part(self.answer_ids(turn[0], chat), flags[0])
+            elif any(flags):
+                yield from self.mask_of_messages(turn, flags, chat, first=place == 0)
             else:
-                yield Part(chat.increment(said, stopped=True) if place else chat.prompt_ids(said), False)
-            place += len(said)
+                yield Part(chat.increment(turn, stopped=True) if place else chat.prompt_ids(turn), False)
+            place += len(turn)
 
     def answer_ids(self, message: Message, chat: ChatFormat) -> list[int]:
         """Encodes an answer with its end: its text, or the template's rendering of calls, thoughts and parts."""
@@ -329,10 +329,10 @@ class ConversationFormat:
         self, messages: list[Message], learnt: list[bool], chat: ChatFormat, first: bool
     ) -> Iterator[Part]:
         """Splits messages that are no answers: the contents of some are learnt, with the token that ends each."""
-        contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, own in enumerate(learnt) if own}
-        marks = iter(contents)
-        marked = [each | {"content": next(marks)} if own else each for each, own in zip(messages, learnt, strict=True)]
-        pieces, whole = (self.shown_text(said, chat, first) for said in (marked, messages))
+        contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, flag in enumerate(learnt) if flag}
+        keys = iter(contents)
+        marked = [each | {"content": next(keys)} if flag else each for each, flag in zip(messages, learnt, strict=True)]
+        pieces, whole = (self.shown_text(part, chat, first) for part in (marked, messages))
         pieces = re.split(f"({'|'.join(contents)})", pieces)
         for written in (contents, {mark: str(content).strip() for mark, content in contents.items()}):  # some trim
             if "".join(str(written.get(piece, piece)) for piece in pieces) == whole:

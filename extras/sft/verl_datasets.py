@@ -82,18 +82,18 @@ class MultiTurnSFTDataset(Dataset):
         return len(self.messages)
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
-        said = self._build_messages({**self.dataframe[item], self.messages_key: self.messages[item]})
-        for message in said:
+        messages = self._build_messages({**self.dataframe[item], self.messages_key: self.messages[item]})
+        for message in messages:
             if not message.pop("trainable", True):
                 message["weight"] = 0
-        sample = fit_sample(self.conversations.sample(said, self.tools[item]), self.config, f"row {item}")
+        sample = fit_sample(self.conversations.sample(messages, self.tools[item]), self.config, f"row {item}")
         return padded_row(sample, self.max_length, self.tokenizer.pad_token_id)
 
 
 def padded_row(sample: Sample, length: int, pad_token_id: int | None) -> dict[str, Tensor]:
     """Returns a sample as verl's columns, each [length]."""
     ids = [*sample.prompt_ids, *sample.token_ids]
-    mask = [0] * len(sample.prompt_ids) + [int(own) for own in sample.policy_mask]
+    mask = [0] * len(sample.prompt_ids) + [int(flag) for flag in sample.policy_mask]
     columns = {"input_ids": ids, "attention_mask": [1] * len(ids), "position_ids": range(len(ids)), "loss_mask": mask}
     padding = {"input_ids": pad_token_id or 0}
     return {

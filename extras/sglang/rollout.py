@@ -126,5 +126,5 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
         "enable_memory_saver": config.free_cache_engine and device == "cuda",
         "enable_deterministic_inference": True,  # else a row's seed is ignored
     }
-    own = config.engine_kwargs.get("sglang") or {}
-    return settings | {name: value for name, value in own.items() if value is not None}
+    kwargs = config.engine_kwargs.get("sglang") or {}
+    return settings | {name: value for name, value in kwargs.items() if value is not None}

@@ -25,20 +25,20 @@ def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[
     folder = find_path(name)
     try:
         if any((folder / file).is_file() for file in SAVED_TO_DISK):
-            found = datasets.load_from_disk(str(folder))
-            found = found[settings["split"]] if isinstance(found, datasets.DatasetDict) else found
+            dataset = datasets.load_from_disk(str(folder))
+            dataset = dataset[settings["split"]] if isinstance(dataset, datasets.DatasetDict) else dataset
         elif folder.is_file():
             kind = next(kind for ending, kind in KINDS.items() if folder.name.endswith(ending))
             separated = {"sep": "\t"} if folder.suffix == ".tsv" else {}
-            found = datasets.load_dataset(kind, data_files=str(folder), **separated, **settings)
+            dataset = datasets.load_dataset(kind, data_files=str(folder), **separated, **settings)
         else:
-            found = datasets.load_dataset(name, **settings)
+            dataset = datasets.load_dataset(name, **settings)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{source} cannot be loaded: {type(error).__name__}: {error}. The form is datasets:NAME?split=train&"
             "name=CONFIGURATION; without a network, save it by save_to_disk and name the folder."
         ) from error
-    return ((Origin(source, number), dict(row)) for number, row in enumerate(found))
+    return ((Origin(source, number), dict(row)) for number, row in enumerate(dataset))
 
 
 def read_reasoning_gym(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:

@@ -33,9 +33,9 @@ class Index:
         """Returns scores by document, of those that share a word with `query`."""
         scores: dict[int, float] = defaultdict(float)
         for word in dict.fromkeys(words_of(query)):
-            found = self.places.get(word, [])
-            rarity = math.log(1 + (len(self.weights) - len(found) + 0.5) / (len(found) + 0.5))
-            for place, times in found:
+            matches = self.places.get(word, [])
+            rarity = math.log(1 + (len(self.weights) - len(matches) + 0.5) / (len(matches) + 0.5))
+            for place, times in matches:
                 scores[place] += rarity * times * (K1 + 1) / (times + self.weights[place])
         return scores
 

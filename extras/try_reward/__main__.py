@@ -55,7 +55,7 @@ class Outcome:
     status: str
     score: float = math.nan
     extra: dict[str, Any] = field(default_factory=dict)
-    said: str = ""
+    reason: str = ""
     seconds: float = 0.0
 
 
@@ -107,8 +107,8 @@ def load_reward(path: str | None, name: str | None, config: ScoringConfig) -> Fu
     if path is None:
         return find("reward", "rules")(config, RewardRun(None, None))
     if name is None:
-        found = vars(load_module(path))
-        name = next((known for known in NAMES if known in found), NAMES[0])
+        contents = vars(load_module(path))
+        name = next((known for known in NAMES if known in contents), NAMES[0])
     return load_function(RewardFunctionConfig(path, name), config, None)
 
 
@@ -117,16 +117,16 @@ def read_views(data: str, needs_response: bool) -> list[Row]:
     rows, responses = [], []
     for origin, row in read_rows(data):
         row = with_labels(row, origin)
-        said = first_of(row, "responses", "response")
-        said = None if said == [] else said
-        if said is None and needs_response:
+        answers = first_of(row, "responses", "response")
+        answers = None if answers == [] else answers
+        if answers is None and needs_response:
             has = sorted(name for name, value in row.items() if value is not None)
             raise ValueError(
                 f"{origin} has no response to score, in `response`, `responses` or `output`; it has {has}."
             )
         labels = row.get("reward_model") or {}
         row["reward_model"] = labels | {"ground_truth": first_of(row | labels, "ground_truth")}
-        for response in said if isinstance(said, list) else [said]:
+        for response in answers if isinstance(answers, list) else [answers]:
             rows.append(row)
             responses.append(response)
     view = view_of_rows(rows, responses)
@@ -140,13 +140,13 @@ def score_rows(rows: list[Row], reward: FunctionReward, config: ScoringConfig) -
     Some results are only bad together: a dict with other keys than most.
     """
     view = DataProto.from_single_dict({name: [row[name] for row in rows] for name in rows[0]})
-    if not reward.form.takes_one_response or "group" in reward.form.given:
+    if not reward.form.takes_one_response or "group" in reward.form.argument_names:
         return score_part(view, reward, config)[1]
     parts = [score_part(view[row : row + 1], reward, config) for row in range(len(view))]
     _, _, failures = validate_result([result for [result], _ in parts], reward, (len(view), 1), config)
     outcomes = [outcome for _, [outcome] in parts]
     for row, failure in failures.items():
-        outcomes[row] = Outcome(failure.outcome, said=failure.said, seconds=outcomes[row].seconds)
+        outcomes[row] = Outcome(failure.outcome, reason=failure.reason, seconds=outcomes[row].seconds)
     return outcomes
 
 
@@ -166,7 +166,7 @@ def score_part(view: DataProto, reward: FunctionReward, config: ScoringConfig) -
         for row, score in enumerate(scores.view(count, -1).sum(1).tolist())
     ]
     for row, failure in failures.items():
-        outcomes[row] = Outcome(failure.outcome, said=failure.said, seconds=seconds)
+        outcomes[row] = Outcome(failure.outcome, reason=failure.reason, seconds=seconds)
     return results, outcomes
 
 
@@ -183,8 +183,8 @@ def outcome_table(rows: list[Row], outcomes: list[Outcome]) -> Table:
         score = f"{outcome.score:g}" if outcome.status == "ok" else "–"
         extra = [short(outcome.extra.get(name, "")) for name in names]
         texts = (short(row["responses"]), short(row["ground_truths"]))
-        said = f"{outcome.status}: {outcome.said}" if outcome.said else outcome.status
-        cells = (str(number), *texts, score, *extra, said, f"{1000 * outcome.seconds:.1f}")
+        text = f"{outcome.status}: {outcome.reason}" if outcome.reason else outcome.status
+        cells = (str(number), *texts, score, *extra, text, f"{1000 * outcome.seconds:.1f}")
         table.add_row(*map(Text, cells))
     return table
 
@@ -226,10 +226,10 @@ def audit(rows: list[Row], score: Score, form: str | None = None) -> list[Findin
     forms = [*FORMS, *forms_of(rows)] if form is None else [form]
     rows = distinct(rows)[:: -(-len(distinct(rows)) // MOST_ROWS)]
     form, right = best_form(rows, score, forms)
-    asked = [(kind, row, answer) for row in rows for kind, answer in cheap_answers(row, form)]
-    outcomes = score([row | {"responses": answer} for _, row, answer in asked])
+    cases = [(kind, row, answer) for row in rows for kind, answer in cheap_answers(row, form)]
+    outcomes = score([row | {"responses": answer} for _, row, answer in cases])
     tried: dict[str, list[tuple[str, Outcome]]] = {}
-    for (kind, _, answer), outcome in zip(asked, outcomes, strict=True):
+    for (kind, _, answer), outcome in zip(cases, outcomes, strict=True):
         tried.setdefault(kind, []).append((answer, outcome))
     scores = [outcome.score for outcome in [*outcomes, *right] if outcome.status == "ok"]
     least = min(scores, default=0.0)
@@ -246,12 +246,12 @@ def distinct(rows: list[Row]) -> list[Row]:
 
 def forms_of(rows: list[Row]) -> list[str]:
     """Lists forms that the responses of a file have: each that names its row's answer, with {} in its last place."""
-    found: dict[str, None] = {}
+    forms: dict[str, None] = {}
     for row in rows:
-        truth, said = right_answer(row), row["responses"]
-        if truth and isinstance(said, str) and truth in said and "{}" not in said:
-            found["{}".join(said.rsplit(truth, 1))] = None
-    return list(found)[:MOST_FORMS]
+        truth, response = right_answer(row), row["responses"]
+        if truth and isinstance(response, str) and truth in response and "{}" not in response:
+            forms["{}".join(response.rsplit(truth, 1))] = None
+    return list(forms)[:MOST_FORMS]
 
 
 def best_form(rows: list[Row], score: Score, forms: list[str]) -> tuple[str, list[Outcome]]:
@@ -259,7 +259,7 @@ def best_form(rows: list[Row], score: Score, forms: list[str]) -> tuple[str, lis
     known = [(row, text) for row in rows if (text := right_answer(row)) is not None]
     outcomes = score([row | {"responses": put(text, form)} for form in forms for row, text in known]) if known else []
     tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(forms)}
-    earned = {form: sum(one.score for one in tried[form] if one.status == "ok") for form in forms}
+    earned = {form: sum(outcome.score for outcome in tried[form] if outcome.status == "ok") for form in forms}
     form = max(forms, key=earned.__getitem__)
     return form, tried[form]
 
@@ -289,11 +289,11 @@ def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
         (f"{JUNK_CHARACTERS // 1000} kB of junk", junk),
     ]
     targets = row["ground_truths"].get("target") if isinstance(row["ground_truths"], dict) else row["ground_truths"]
-    right = {str(one).strip().lower() for one in (targets if isinstance(targets, list) else [targets])}
+    right = {str(target).strip().lower() for target in (targets if isinstance(targets, list) else [targets])}
     for constant in CONSTANTS:
         if constant.lower() not in right:
-            said = (constant, put(constant, form))
-            answers += [(f'{CONSTANT} "{text}"', text) for text in said]
+            spellings = (constant, put(constant, form))
+            answers += [(f'{CONSTANT} "{text}"', text) for text in spellings]
     if (truth := right_answer(row)) is not None:
         other = "8" if truth == "7" else "7"
         answers.append((f'"{put("ANSWER or 7", form)}"', put(f"{truth} or {other}", form)))
@@ -307,7 +307,7 @@ def right_finding(outcomes: list[Outcome], least: float, form: str, forms: int) 
     if not outcomes:
         return Finding(RIGHT, None, "no row has a ground truth that is an answer: whether it pays is not known")
     if failure := next((outcome for outcome in outcomes if outcome.status != "ok"), None):
-        return Finding(RIGHT, None, f"cannot be scored: {failure.status}: {failure.said}", form)
+        return Finding(RIGHT, None, f"cannot be scored: {failure.status}: {failure.reason}", form)
     earned = mean([outcome.score for outcome in outcomes])
     unpaid = sum(outcome.score <= least for outcome in outcomes)
     rows = f"{unpaid} of {len(outcomes)} rows, in any of {forms} forms: name yours by --form"
@@ -317,9 +317,9 @@ def right_finding(outcomes: list[Outcome], least: float, form: str, forms: int) 
 
 def cheap_finding(kind: str, answers: list[tuple[str, Outcome]], least: float, most: float) -> Finding:
     """`least` and `most`: the lowest score that was seen, and what right answers earn on average."""
-    if failure := next((one for one in answers if one[1].status != "ok"), None):
+    if failure := next((pair for pair in answers if pair[1].status != "ok"), None):
         answer, outcome = failure
-        return Finding(kind, None, f"cannot be scored: {outcome.status}: {outcome.said}", answer)
+        return Finding(kind, None, f"cannot be scored: {outcome.status}: {outcome.reason}", answer)
     earned = mean([outcome.score for _, outcome in answers])
     share = (earned - least) / (most - least)
     if share < PAYS or kind.startswith(f'"{BEFORE}'):

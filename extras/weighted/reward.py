@@ -89,7 +89,7 @@ class WeightedReward:
                 combined[row]["score"] += part.weight * values[part.label][row]
                 combined[row] |= {key: column[row] for key, column in values.items()}
                 if failure:
-                    located = NotScored(failure.outcome, f"{failure.said}, in {part.label}", failure.trace)
+                    located = NotScored(failure.outcome, f"{failure.reason}, in {part.label}", failure.trace)
                     failed.setdefault(row, located)
         failed |= dict.fromkeys(set(range(rows)) - scored, NO_PART)
         return [failed.get(row, result) for row, result in enumerate(combined)]

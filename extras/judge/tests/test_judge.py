@@ -159,7 +159,7 @@ def test_it_is_a_reward_function_whose_rows_without_a_grade_are_not_scored():
     with answering(by_length) as (url, _):
         scores = manager(base_url=url)(DataProto.from_single_dict(rows))
     assert [row["score"] for row in scores[:2]] == [0.5, 0.0]
-    assert isinstance(scores[2], NotScored) and scores[2].outcome == "error" and "no grade" in scores[2].said
+    assert isinstance(scores[2], NotScored) and scores[2].outcome == "error" and "no grade" in scores[2].reason
     with pytest.raises(ConfigError, match=r"judge .* needs base_url, which the data does not have"):
         manager(model="a").check({0: {"prompt": "1+1"}})
 
@@ -179,7 +179,7 @@ def test_a_server_that_hangs_costs_its_row_and_no_other():
         finally:
             over.set()
         assert first["score"] == last["score"] == 0.5 and len(asked) == 3
-        assert isinstance(hung, NotScored) and hung.outcome == "timeout" and "reward.timeout=3" in hung.said
+        assert isinstance(hung, NotScored) and hung.outcome == "timeout" and "reward.timeout=3" in hung.reason
 
 
 def test_our_own_server_is_a_judge(address: str, monkeypatch: pytest.MonkeyPatch):

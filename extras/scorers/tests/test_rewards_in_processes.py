@@ -59,7 +59,7 @@ def compute_score(solution_strs):
     reward = load_reward_manager(config, TOKENIZER, None)
     assert reward(DataProto.from_single_dict({"responses": ["0.6"] * 100})) == [1.0] * 100
     results = reward(DataProto.from_single_dict({"responses": ["60"] * 2}))
-    assert [result.outcome for result in results] == ["timeout"] * 2 and "each of 2 responses" in results[0].said
+    assert [result.outcome for result in results] == ["timeout"] * 2 and "each of 2 responses" in results[0].reason
 
 
 def test_a_row_that_one_of_them_cannot_score_is_not_scored_and_the_message_names_it(tmp_path):

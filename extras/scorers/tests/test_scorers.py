@@ -103,7 +103,7 @@ def outcomes(file: Path, marker: Path) -> dict[str, tuple[str, str]]:
             assert pool.submit({"solution_str": "well"}).result() == {"score": 1.0, "pred": "4"}
         pool.close()
     return {
-        name: (result.outcome, result.said) if isinstance(result, NotScored) else ("ok", "")
+        name: (result.outcome, result.reason) if isinstance(result, NotScored) else ("ok", "")
         for name, result in results.items()
     }
 
@@ -227,7 +227,7 @@ def test_memory_is_limited_and_not_addresses_and_other_processes_cannot_read_it(
     (file := tmp_path / "memory.py").write_text(MEMORY)
     pool = scorers(file, timeout=60.0, memory_limit_mb=400)
     assert pool.submit({"solution_str": "threads"}).result() == {"score": 1.0, "hidden": 1.0}
-    assert "MemoryError" in pool.submit({"solution_str": "memory"}).result().said
+    assert "MemoryError" in pool.submit({"solution_str": "memory"}).result().reason
     pool.close()
 
 

@@ -519,7 +519,7 @@ def certify(path: Path, mesh: str) -> list[Any]:
         for weight in module.parameters():
             weight.add_(1e-6)
     found += [sync.update(2) for sync in syncs]
-    assert syncs[1].is_comparable and syncs[1].held.total() == syncs[1].trained.total()
+    assert syncs[1].is_comparable and syncs[1].engine_sums.total() == syncs[1].trained.total()
     with module.parallel.whole(module):
         syncs[0].check_gathered()
     assert syncs[0].gathered == syncs[0].trained

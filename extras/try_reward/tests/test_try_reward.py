@@ -147,7 +147,7 @@ def test_a_result_is_judged_as_in_training(write: Callable[[str, str], str], res
     path = write("returns.py", f"def f(response): return {result}")
     [found] = score_rows([{"responses": ""}], load_reward(path, "f", ROOMY), ROOMY)
     if isinstance(outcome, str):
-        assert found.status == "error" and found.said.startswith(outcome), found.said
+        assert found.status == "error" and found.reason.startswith(outcome), found.reason
     else:
         assert replace(found, seconds=0.0) == outcome
 
@@ -175,8 +175,8 @@ def test_a_response_that_cannot_be_scored_costs_no_other(write: Callable[[str, s
     config = replace(ROOMY, timeout=3.0)
     outcomes = score_rows(data, load_reward(write("hostile.py", HOSTILE), "hostile", config), config)
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "error", "error", "ok"]
-    assert outcomes[1].said == "it was not done after reward.timeout=3 seconds"
-    assert outcomes[2].said == "its process ended with exit code 3" and "SystemExit: gone" in outcomes[3].said
+    assert outcomes[1].reason == "it was not done after reward.timeout=3 seconds"
+    assert outcomes[2].reason == "its process ended with exit code 3" and "SystemExit: gone" in outcomes[3].reason
 
 
 ROWS = [
