@@ -1,4 +1,4 @@
-"""Keeps the checkpoint of the best validation, and ends a run whose validations get no better.
+"""Keeps the checkpoint of the best validation, and ends a run whose validations stop improving.
 
 The values of a resumed run are read from its metrics.jsonl.
 """
@@ -56,12 +56,12 @@ class Best(Observer):
         self.stopping.take(step, metrics)
 
     def best_saved(self) -> list[int]:
-        """Lists the step of the best checkpoint that is there, if there is one."""
+        """Lists the step of the best checkpoint on disk, if there is one."""
         best = self.saving.best(saved_steps(self.run.folder))
         return [] if best is None else [best]
 
     def verdict(self) -> str:
-        """Says why the run ends; "": it goes on."""
+        """Returns why the run ends; "": it continues."""
         scores, (patience, target) = self.stopping, (self.settings.patience, self.settings.target)
         if (best := scores.best(scores)) is None:
             return ""
@@ -75,14 +75,14 @@ class Best(Observer):
 
 
 class Scores(dict[int, float]):
-    """The values of a metric by step, with the sign by which larger ones are better; none without a metric."""
+    """The values of a metric by step, signed so that larger ones are better; empty without a metric."""
 
     def __init__(self, key: str, metric: str | None, mode: str | None) -> None:
         super().__init__()
         self.key, self.metric, self.mode, self.sign = key, metric, mode, 1.0
 
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the value from the metrics of a step, if they have it; what is no number is worst."""
+        """Takes the value from the metrics of a step, if they have it; NaN counts as the worst."""
         names = headline_means(metrics) if self.metric == HEADLINE else {self.metric}.intersection(metrics)
         if names:
             is_loss = any("loss" in name for name in names)
@@ -97,7 +97,7 @@ class Scores(dict[int, float]):
             raise ConfigError(f"{self.key}={self.metric} is not measured: choose {HEADLINE}, {names}.")
 
     def best(self, steps: Collection[int]) -> int | None:
-        """Returns the one of `steps` with the best value, the first of equal ones; None: none has a value."""
+        """Returns the first of `steps` with the best value; None if no step has one."""
         return max((step for step in sorted(steps) if step in self), key=self.__getitem__, default=None)
 
     def in_words(self, step: int) -> str:

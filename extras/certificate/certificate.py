@@ -1,6 +1,6 @@
-"""Adds to a sync of weights what names and log-probs cannot prove: the bits of all numbers that the engine holds, added
-up, are the trainer's, so that a tensor which stayed behind by a step of any size is seen; and log-probs move when the
-trainer's move. docs/engines.md says what they miss.
+"""Adds two proofs to a sync of weights, beyond names and log-probs. The bits of all numbers in the engine, added up,
+are the trainer's: this finds a tensor that was not updated, however small the step. And the engine's log-probs move
+when the trainer's move. docs/engines.md says what both miss.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,9 +28,9 @@ NOTED = "checksum_before_packing"  # attribute of a layer of vLLM
 
 @dataclass(frozen=True)
 class Checksums:
-    """The bits of weights in `dtype`, added up: by name, modulo the numbers that as many bits have.
+    """The bits of weights in `dtype`, added up by name, modulo 2**bits.
 
-    Weights that lie side by side in one tensor, in any order, or in parts, or padded by zeros, have the same total.
+    The total stays the same if weights are stacked in one tensor in any order, cut into parts or padded by zeros.
     """
 
     dtype: torch.dtype
@@ -42,17 +42,17 @@ class Checksums:
 
 
 class Certificate(WeightSync):
-    """Certifies each sync, and remembers what the last certificate found."""
+    """Certifies each sync, and remembers the checksums of the last one."""
 
     def __init__(self, engine: Rollout, policy: TrainEngine) -> None:
         super().__init__(engine, policy)
         self.gathers = not engine.own_weights and policy.parallel.lockstep
         self.is_first = True
-        self.engine_sums: Checksums | None = None  # the engine's; None: it cannot say, or has no copy
+        self.engine_sums: Checksums | None = None  # None: the engine has no copy, or cannot sum it
         self.trained: Checksums | None = None  # the policy's
-        self.gathered: Checksums | None = None  # of the shards, as the engine has them
-        self.is_comparable = True  # whether the totals of the two are the same if all is right
-        self.dtype: torch.dtype | None = None  # of the checksums of what is handed over; None: none are taken
+        self.gathered: Checksums | None = None  # of the shards, as the engine gets them
+        self.is_comparable = True  # whether both totals are equal if all is right
+        self.dtype: torch.dtype | None = None  # for checksums of the weights handed over; None: none are taken
         self.sums: dict[str, int] = {}
         self.drawn: DataProto | None = None  # the last probe in which the engine's log-probs had moved
         self.scored = torch.zeros(0)  # the trainer's log-probs of it, [1, R]
@@ -99,8 +99,8 @@ class Certificate(WeightSync):
             yield name, tensor
 
     def check_gathered(self) -> None:
-        """Checks, once after each sync of an engine that samples from the shards, that what was gathered of them for it
-        is what they are; raises RuntimeError."""
+        """Raises RuntimeError if the weights gathered for an engine that samples from the shards differ from them; once
+        after each sync."""
         if self.gathers and self.gathered != self.trained:
             self.gathered = gathered_checksums(self.policy.module, self.trained.dtype)
             if self.gathered != self.trained:
@@ -176,14 +176,14 @@ class Certificate(WeightSync):
 
 
 def tied_names(policy: TrainEngine) -> set[str]:
-    """Lists the names under which a weight stands in a checkpoint again, and those of buffers."""
+    """Lists the names that repeat a weight in a checkpoint (tied weights), and the names of buffers."""
     plain, module = policy.adapter.plain_name, policy.module
     return {*map(plain, module.state_dict(keep_vars=True))} - {plain(name) for name, _ in module.named_parameters()}
 
 
 def checksums(model: nn.Module, dtype: torch.dtype, scales: Mapping[str, float] = NO_SCALES) -> Checksums:
     """Computes the checksum of each whole parameter in `dtype`, times its scale. All workers call this together; raises
-    RuntimeError where one that holds the whole model holds other weights than the first."""
+    RuntimeError if a worker with the whole model has other weights than the first."""
     sums, parameters = {}, dict(model.named_parameters())
     shards = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     for name, parameter in parameters.items():
@@ -198,7 +198,7 @@ def checksums(model: nn.Module, dtype: torch.dtype, scales: Mapping[str, float] 
 
 
 def counts(parameter: DTensor) -> bool:
-    """Says whether this rank's part is counted: the first replica's, and once where peers each have the same."""
+    """Returns whether this rank's part is counted: only the first replica's is, and once if peers hold the same."""
     places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
     is_split = "part" in parameter.device_mesh.mesh_dim_names
     first = all(place == 0 for kind, place in places if kind.is_replicate())
@@ -228,5 +228,5 @@ def bit_sum(tensor: Tensor, dtype: torch.dtype) -> int:
 
 
 def span(dtype: torch.dtype) -> int:
-    """Counts the numbers that as many bits have."""
+    """Returns how many numbers the bits of `dtype` can represent."""
     return 1 << 8 * dtype.itemsize

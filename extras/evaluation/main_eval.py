@@ -41,7 +41,7 @@ Figures = dict[str, float]  # by name; NAME/stderr beside a mean over several pr
 
 @dataclass(frozen=True)
 class Graded:
-    """A prompt's responses: the score of each, and, if the reward says, the answer that it read in each."""
+    """A prompt's responses: the score of each and, if the reward returns it, the answer that it read in each."""
 
     data_source: str
     scores: list[float]
@@ -83,8 +83,8 @@ def standard_row(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
 def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> list[Graded]:
     """Scores every response as in training, all in one call of `reward`.
 
-    Those that it could not score are left out, or get reward.failure_score. Raises RuntimeError or ValueError if the
-    reward raised, or returned what is no score.
+    Responses that it could not score are left out, or get reward.failure_score. Raises RuntimeError or ValueError if
+    the reward raised, or returned something that is not a score.
     """
     flat = [(row, response) for row in rows for response in row["responses"]]
     view = view_of_rows(*zip(*flat, strict=True), validate=True)
@@ -115,7 +115,7 @@ def evaluate(graded: Sequence[Graded], pass_score: float) -> dict[str, Figures]:
 
 
 def compute_evaluation_metrics(prompts: Sequence[Graded], pass_score: float) -> Figures:
-    """Computes what an evaluation of saved responses reports: means over prompts, each with its standard error.
+    """Computes the figures of an evaluation of saved responses: means over prompts, each with its standard error.
 
     With n the fewest responses of a prompt: mean@n, pass@k for k = 1, 2, 4 … and n, and, if the answers are known,
     majority@n, the score of the most frequent of the first n answers. That is not verl's maj@n of a validation, which
@@ -142,7 +142,7 @@ def compute_evaluation_metrics(prompts: Sequence[Graded], pass_score: float) -> 
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that of k of the n responses, drawn without replacement, at least one is among the `passed`.
+    """Returns the chance that k of the n responses, drawn without replacement, include at least one that passed.
 
     1 − C(n − c, k) / C(n, k): unbiased for k responses drawn anew (arXiv:2107.03374, section 2.1).
     """

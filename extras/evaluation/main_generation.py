@@ -54,7 +54,7 @@ def answer_prompts(config: GenerationConfig) -> None:
 
 
 class ChatDataset(RLHFDataset):
-    """Prompts of which strings are a user's message, too."""
+    """A dataset in which a prompt may also be a string, a user's message."""
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         return encode_prompt(as_messages(prompt), self.tokenizer, **self.config.apply_chat_template_kwargs)
@@ -135,7 +135,7 @@ def answer_rows(
 
 
 class UnfinishedTable:
-    """The rows so far of a .jsonl or .parquet file, which does not exist yet; made by `unfinished_table`."""
+    """The rows so far of a .jsonl or .parquet file that is not finished; made by `unfinished_table`."""
 
     def __init__(self, path: Path, partial: Path, rows: int) -> None:
         self.path, self.partial, self.rows = path, partial, rows
@@ -166,12 +166,12 @@ class UnfinishedTable:
 
 @contextmanager
 def unfinished_table(path: Path, identity: Mapping[str, Any]) -> Iterator[UnfinishedTable]:
-    """Opens the table that is to be at `path`, with the rows that an earlier process of the same `identity` wrote.
+    """Opens the table for `path`, with the rows that an earlier process of the same `identity` wrote.
 
-    They lie in PATH.partial: the identity in its first line, then a row a line. A line that a kill tore is cut off.
+    They are in PATH.partial: the identity in its first line, then a row a line. A line cut short by a kill is removed.
 
     Raises:
-        ConfigError: they are of another identity, whose differences it names, or another process is writing.
+        ConfigError: they have another identity (the message names the differences), or another process is writing.
     """
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("a+b") as file:

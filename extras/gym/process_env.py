@@ -1,8 +1,8 @@
 """Episodes in processes of their own: for environments that are slow, hang or crash.
 
 A process plays many episodes, one call at a time. A call that is not done by its deadline ends its process for good,
-with all that it was stuck in; the other episodes of that process are played anew in the next one, as a reset seed and
-the actions since restore everything.
+and whatever it hung in; the other episodes of that process are replayed in the next one, as a reset seed and the
+actions since restore everything.
 """
 
 import itertools
@@ -30,9 +30,9 @@ Story = tuple[tuple[str, tuple[Any, ...]], ...]  # methods of TextEnv and argume
 
 
 class ProcessEnv:
-    """A `TextEnv` whose episodes are played in other processes; of its clones too, which share them.
+    """A `TextEnv` whose episodes are played in other processes, which its clones share.
 
-    Whatever has nothing to do with the running episode (instruction, single states, how answers are read) is asked of
+    Everything that does not concern the running episode (instruction, single states, how answers are read) is done by
     `environment`, in this process.
 
     Raises, in `reset`, `step` and `act`:
@@ -49,7 +49,7 @@ class ProcessEnv:
     def _begin(self) -> None:
         self._number = next(self._numbers)
         self._process = self._pool[self._number % len(self._pool)]
-        self._life, self._story = None, ()  # of the process when the episode was last there; all since the reset
+        self._life, self._story = None, ()  # the process's life at the last call; all calls since the reset
         weakref.finalize(self, self._process.forget, self._number)
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +104,7 @@ class ProcessEnv:
         return self.environment.state_to_text(self._state)
 
     def close(self) -> None:
-        """As `TextEnv.close`: the process forgets the episode, and goes on with others."""
+        """As `TextEnv.close`: the process forgets the episode, and continues with others."""
         self._story = ()
         self._process.forget(self._number)
 
@@ -122,7 +122,7 @@ class Process:
         return self._child.starts
 
     def forget(self, number: int) -> None:
-        """Gives back what an episode holds, at the next call."""
+        """Frees the resources of an episode at the next call."""
         self._forgotten.append(number)
 
     def call(self, number: int, chapters: Story, before: Story = ()) -> tuple[Any, Any]:
@@ -166,9 +166,9 @@ def pack(environment: "Environment") -> bytes:
 
 
 def serve(channel: Channel) -> None:
-    """Plays on in one episode at each call, until the parent is gone; answers result, exception and traceback.
+    """Continues one episode at each call, until the parent is gone; answers result, exception and traceback.
 
-    An exception that is not one of those that a `TextEnv` raises ends the process.
+    Any exception that a `TextEnv` does not raise by contract ends the process.
     """
     first, body = channel.read()
     module, pickled = pickle.loads(body)

@@ -1,4 +1,4 @@
-"""Asks for JSON over HTTP, again where the server is busy or fails, or the connection drops."""
+"""Asks for JSON over HTTP, and tries again if the server is busy or fails, or the connection drops."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from configs.errors import MayPass
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before another try; it doubles each time
 CONNECT_SECONDS = 10
 MOST_BYTES = 64 << 20  # of an answer
-BUSY, SERVER_ERROR = 429, 500  # statuses that are worth another try: this one, and this one and above
-MAX_MESSAGE = 500  # characters of what a server answers that are passed on
+BUSY, SERVER_ERROR = 429, 500  # statuses worth another try: 429, and 500 and above
+MAX_MESSAGE = 500  # characters of a server's answer that are passed on
 
 Json = dict[str, Any]
 
@@ -39,7 +39,7 @@ async def open_session(
     api_key: str | None = None, timeout: float | None = None, connections: int = 100
 ) -> aiohttp.ClientSession:
     """Opens a session of at most `connections`, one a request, so that dropping a request hangs up. `timeout`: seconds
-    from when a request is sent to the last byte of its answer; None: any."""
+    from sending a request to the last byte of its answer; None: no limit."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=timeout)
     connector, clock = aiohttp.TCPConnector(limit=max(connections, 1), force_close=True), aiohttp.TraceConfig()
@@ -48,7 +48,7 @@ async def open_session(
 
 
 async def start_clock(session: aiohttp.ClientSession, request: Any, _: object) -> None:
-    """Starts the timeout of a request when it is sent: before, it may have waited for others."""
+    """Starts the timeout of a request when it is sent: it may have waited for others before."""
     if seconds := session.timeout.sock_read:
         request.trace_request_ctx.reschedule(asyncio.get_running_loop().time() + seconds)
 
@@ -67,7 +67,7 @@ async def ask(
     last one, or the answer's Retry-After, and LONGEST_WAIT at most.
 
     Raises:
-        RequestRefused: it answered a status above 399 that is not worth another try, what is not JSON, or too much.
+        RequestRefused: it answered a status above 399 that is not worth another try, no JSON, or too much.
         ServerError: it cannot be reached or fails each time, or gives no answer in time.
         ValueError: `url` is no address; names `setting`.
     """
@@ -100,7 +100,7 @@ async def ask(
 
 
 async def read(answer: aiohttp.ClientResponse) -> str:
-    """Returns the text of an answer; raises RequestRefused where it does not end within MOST_BYTES."""
+    """Returns the text of an answer; raises RequestRefused if it is longer than MOST_BYTES."""
     body = bytearray()
     async for piece in answer.content.iter_any():
         body += piece
@@ -125,5 +125,5 @@ def parse(url: str, text: str) -> Json:
 
 
 def api_root(base_url: str) -> str:
-    """Returns the address of a server, of which users name that of its API, with /v1 at its end, or without."""
+    """Returns the address of a server, from its API's address with or without /v1 at the end."""
     return base_url.rstrip("/").removesuffix("/v1")

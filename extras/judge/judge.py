@@ -1,9 +1,9 @@
-"""A reward by another model's judgement: it is asked, over an OpenAI-compatible API, how good a response is.
+"""A reward by another model's judgement: an OpenAI-compatible API is asked how good a response is.
 
     reward.custom_reward_function={path: extras.judge.judge, name: judge, reward_kwargs: {base_url: "http://127.0.0.1:8000"}}
 
 Any server will do: a service, vLLM's, SGLang's, or `python -m extras.server`, which serves any engine of ours.
-An answer that grades nothing is no score: the row counts as one that could not be scored (reward.on_failure).
+An answer without a grade is not a score: the row counts as one that could not be scored (reward.on_failure).
 """
 
 import hashlib
@@ -31,7 +31,7 @@ Think briefly, then end with one line, Score: and a number from 0 (useless) to 1
 REFERENCE = "\nWhat is right:\n{ground_truth}\n"
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|reference)\}")
 GRADE = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
-MAX_MESSAGE = 300  # characters of what a server answers that are passed on
+MAX_MESSAGE = 300  # characters of a server's answer that are passed on
 REMEDIES = {  # by the status of a refusal
     401: "Name the variable with the key in reward_kwargs.api_key_env.",
     403: "Name the variable with the right key in reward_kwargs.api_key_env.",
@@ -61,8 +61,8 @@ async def judge(
     """Returns the grade of a response as a score from 0 to 1, and the judge's answer.
 
     Args:
-        base_url: where the API begins, with /v1 at its end or without.
-        model: its name there; None: the server's only one.
+        base_url: the API's address, with or without /v1 at the end.
+        model: its name on the server; None: the server's only one.
         api_key_env: the environment variable that holds the key; None: no key is sent.
         template: the question, or a file with it, in which {prompt}, {response} and {ground_truth} are filled in;
             {reference} is a paragraph with the ground truth where a row has one.
@@ -93,7 +93,7 @@ async def judge(
 
 
 def read_template(template: str) -> str:
-    """Reads the template, from its file if it is one's name. Raises ValueError if it has no place for the response."""
+    """Reads the template, from a file if it names one. Raises ValueError if it has no place for the response."""
     named = "\n" not in template and Path(template).suffix in (".txt", ".md", ".j2")
     text = Path(template).read_text() if named else template
     if "{response}" not in text:
@@ -102,7 +102,7 @@ def read_template(template: str) -> str:
 
 
 def fill_template(template: str, prompt: str, response: str, ground_truth: str | None) -> str:
-    """Fills in the template, once: what is filled in is not looked through for places to fill."""
+    """Fills in the template in one pass: placeholders in the inserted texts stay as they are."""
     texts = {"prompt": prompt, "response": response, "ground_truth": "", "reference": ""}
     if ground_truth is not None:
         texts["ground_truth"] = str(ground_truth)

@@ -1,7 +1,7 @@
-"""Generates the batch of the next step while that of the present one is learnt (trainer.async_mode=one_step_off).
+"""Generates the next step's batch while the trainer learns from this step's (trainer.async_mode=one_step_off).
 
-Step k begins with batch k, which is there. The engines get the weights of step k − 1 and begin batch k + 1, the trainer
-learns from batch k, and the step ends when batch k + 1 has come: between two steps nothing is under way, so that a
+Step k begins with batch k complete. The engines get the weights of step k − 1 and begin batch k + 1, the trainer
+learns from batch k, and the step ends when batch k + 1 is complete: between two steps nothing is under way, so that a
 checkpoint holds everything, and validation, saving and signals find the engines idle.
 """
 
@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), np.generic, torch.Tensor)
 
 
 class Staleness(Stage):
-    """Measures how many updates the policy is ahead of the weights that each token was drawn by."""
+    """Measures how many updates the policy is ahead of the weights that drew each token."""
 
     at = "prepared"
 
@@ -33,16 +33,16 @@ class Staleness(Stage):
 
 
 def one_step_off(trainer_class: type[RayPPOTrainer], config: Config) -> type[RayPPOTrainer]:
-    """Makes a trainer that is one step off of any other one."""
+    """Makes a one-step-off trainer of any other."""
     return type(f"OneStepOff{trainer_class.__name__}", (OneStepOff, trainer_class), {})
 
 
 class OneStepOff(RayPPOTrainer):
-    """Trains by weights that are one step ahead of those that have generated.
+    """Trains weights that are one step ahead of those that generated the batch.
 
     Attributes:
         learnt: the step whose update made the present weights.
-        coming, next: rollouts of the next step, which are under way within a step, and there between two.
+        coming, next: rollouts of the next step: under way during a step, and complete between two steps.
     """
 
     learnt = 0
@@ -50,7 +50,7 @@ class OneStepOff(RayPPOTrainer):
     next: tuple[Rollouts, dict[str, float]] | None = None  # with the seconds of their stages
 
     def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
-        """Returns the rollouts of this step, and has those of the next begun, by the newest weights."""
+        """Returns the rollouts of this step, and begins those of the next by the newest weights."""
         self.catch_up(timing)
         rollouts, seconds = self.next or self.collect_timed(step)
         timing |= seconds
@@ -59,7 +59,7 @@ class OneStepOff(RayPPOTrainer):
 
     @cached_property
     def thread(self) -> ThreadPoolExecutor:
-        """Starts the thread that collects; closing the workers ends what it waits for."""
+        """Starts the thread that collects; closing the workers ends its wait."""
         return ThreadPoolExecutor(1)
 
     def collect_timed(self, step: int) -> tuple[Rollouts, dict[str, float]]:
@@ -67,7 +67,7 @@ class OneStepOff(RayPPOTrainer):
         return super().collect(step, timing), timing
 
     def sync(self, timing: dict[str, float]) -> Metrics:
-        """Waits for the next step's rollouts; the engines get the weights of this one when that begins."""
+        """Waits for the next step's rollouts; the engines get this step's weights when the next step begins."""
         if self.policy_learns:
             self.learnt = self.global_step
         with timer("wait", timing):
@@ -109,7 +109,7 @@ def pack(batch: DataProto, remade: Iterable[str]) -> dict[str, Any]:
 
 
 def unpack(parts: dict[str, Any], row_of: Callable[[int], Row]) -> DataProto:
-    """Returns the batch of which `pack` has made `parts`."""
+    """Returns the batch that `pack` turned into `parts`."""
     columns = parts["columns"]
     if missing := [name for name in parts["names"] if name not in columns]:
         rows = [row_of(position) for position in columns["dataset_position"]]
@@ -119,7 +119,7 @@ def unpack(parts: dict[str, Any], row_of: Callable[[int], Row]) -> DataProto:
 
 
 def is_plain(value: Any) -> bool:
-    """Says whether a file without code may hold a value."""
+    """Returns whether a value can be saved in a file without code."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     if isinstance(value, dict):

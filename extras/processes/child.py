@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 START_SECONDS = 300.0  # for a process to load what it serves
-POLL_SECONDS = 0.005  # between two looks whether a killed process is gone
+POLL_SECONDS = 0.005  # between two checks whether a killed process is gone
 MAX_BODY = 1 << 28  # bytes of a request or an answer
 MAX_PRINTED = 2000  # bytes that a request may print; more is read and dropped
 HEAD = struct.Struct("<qQ")  # of a frame: its number, and the bytes of its body
@@ -30,13 +30,13 @@ class ProcessEnded(Exception):
 
 
 class Child:
-    """Answers requests in a process, which is started when it is needed, and anew after it has ended.
+    """Answers requests in a process, which is started when needed, and again after it has ended.
 
-    It ends with this process or this object, and takes all with it that it started. Its methods belong to one event
+    It ends with this process or this object, and so does everything that it started. The methods belong to one event
     loop; code that is not asynchronous calls them by `run_in_background`.
 
     Args:
-        serve: is called with a `Channel` in the process, and answers the first request when it is ready for others.
+        serve: called with a `Channel` in the process; answers the first request when it is ready for others.
         first: makes the first request.
         output: as Popen's stdout; of PIPE, MAX_PRINTED bytes a request are passed on.
     """
@@ -45,7 +45,7 @@ class Child:
         self, serve: Callable[["Channel"], None], first: Callable[[], bytes], output: int | None = None
     ) -> None:
         self.serve, self.first, self.output = serve, first, output
-        self.processes: list[ChildProcess] = []  # the last, and those before it that have not quite ended
+        self.processes: list[ChildProcess] = []  # the newest, and older ones that have not quite ended
         self.starting, self.starts = asyncio.Lock(), 0
         weakref.finalize(self, end_all, self.processes)
 
@@ -69,10 +69,10 @@ class Child:
             return await self.ask(body, START_SECONDS)
 
     async def ask(self, body: bytes, seconds: float | None) -> bytes:
-        """Returns the answer to `body` of the process that was started last.
+        """Returns the answer of the newest process to `body`.
 
         Raises:
-            TimeoutError: it did not answer within `seconds` (None: any), and was killed.
+            TimeoutError: it did not answer within `seconds` (None: no limit), and was killed.
             ProcessEnded: it ended before that.
         """
         process = self.processes[-1]
@@ -101,7 +101,7 @@ def end_all(processes: "list[ChildProcess]") -> None:
 
 
 def start_process(serve: Callable[["Channel"], None], descriptor: int, output: int | None) -> subprocess.Popen:
-    """Starts a plain child with this process's sys.path: multiprocessing would run the user's main script once more."""
+    """Starts a plain child with this process's sys.path: multiprocessing would run the user's main script again."""
     program = (
         f"import sys; sys.path[:] = {sys.path}; from extras.processes.child import Channel; "
         f"from {serve.__module__} import {serve.__name__}; {serve.__name__}(Channel({descriptor}))"
@@ -168,7 +168,7 @@ class ChildProcess:
         return ProcessEnded(f"its process ended {how}", aside)
 
     async def _print(self) -> None:
-        """Passes on what the process prints, as far as may be, and reads it all: nobody waits for a full pipe."""
+        """Passes on the process's output up to MAX_PRINTED, and reads all of it, so that no full pipe blocks it."""
         if self.process.stdout is None:
             return
         reader = asyncio.StreamReader()
@@ -188,7 +188,7 @@ def frame(number: int, body: bytes) -> bytes:
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Returns the number and the body of the next frame; raises IncompleteReadError after the last, and ConnectionError
-    for one that is larger than MAX_BODY, and none of ours."""
+    for one larger than MAX_BODY, which is not ours."""
     number, size = HEAD.unpack(await reader.readexactly(HEAD.size))
     if size > MAX_BODY:
         raise ConnectionError(f"a frame of {size} bytes")
@@ -206,7 +206,7 @@ class Channel:
         self.file = self.socket.makefile("rb")
 
     def read(self) -> tuple[int, bytes] | None:
-        """Returns the number and the body of the next request; None: there is none any more."""
+        """Returns the number and the body of the next request; None after the last."""
         head = self.file.read(HEAD.size)
         if len(head) < HEAD.size:
             return None
