@@ -67,6 +67,12 @@ class Batch(NamedTuple):
     def rows(self, rows, width=None):
         return Batch(*(None if column is None else column[rows, :width] for column in self))
 
+    def packed(self):
+        """The rows that did not fail, with the policy's tokens moved together, and zeros behind them."""
+        batch = self.rows(self.mask.any(-1))
+        order = batch.mask.argsort(dim=-1, descending=True, stable=True)
+        return Batch(*(column.gather(1, order).nan_to_num(0) for column in batch))
+
     def run(self, name, mode="token-mean", config=None, counts=None):
         """(loss, metrics, gradient with respect to `new`)."""
         log_prob = self.new.detach().clone().requires_grad_()
@@ -122,14 +128,8 @@ class Token(NamedTuple):
         return (plain + 0 * ratio, False) if bounded <= plain.item() else (bounded + 0 * ratio, True)
 
 
-# A twin maps rows of tokens to rows of (loss, clipped, clipped below), the last two None where verl has no such metric.
-
-
-def token_by_token(of_token):
-    return lambda rows, config: [[of_token(token, config) for token in row] for row in rows]
-
-
 def vanilla_twin(token, config):
+    """(loss, clipped, clipped below)."""
     loss, clipped = token.clipped(config, token.ratio)
     cap = -token.advantage * config.clip_ratio_c
     if token.advantage < 0 and loss.item() > cap:
@@ -137,11 +137,11 @@ def vanilla_twin(token, config):
     return loss, clipped, False
 
 
-def gpg_twin(token, config):
-    return -token.advantage * token.new, None, None
+def reinforce_twin(token, config):
+    return -token.advantage * token.new, None, None  # which has no metrics of clips
 
 
-TWINS = {"vanilla": token_by_token(vanilla_twin), "reinforce": token_by_token(gpg_twin)}  # an extra's tests add theirs
+TWINS = {"vanilla": vanilla_twin, "reinforce": reinforce_twin}
 TIGHT = actor_config(
     {"clip_cov_ratio": 0.2, "clip_cov_lb": -0.2, "clip_cov_ub": 0.3, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5},
     clip_ratio_low=0.07,
@@ -152,33 +152,30 @@ TIGHT = actor_config(
 
 
 def twin_of(name, batch, mode):
-    """(loss, metrics, gradient) by the twin, and the flags of all tokens."""
+    """(loss, metrics, gradient) by the twin, which sees policy tokens alone."""
     log_prob = batch.new.detach().clone().requires_grad_()
     numbers = batch.old.tolist(), batch.advantages.tolist(), batch.weights.tolist()
     rows = [
         [Token(numbers[0][i][t], log_prob[i, t], numbers[1][i][t], numbers[2][i][t]) for t in row.nonzero()[:, 0]]
         for i, row in enumerate(batch.mask)
     ]
-    found = TWINS[name](rows, TIGHT)
+    found = [[TWINS[name](token, TIGHT) for token in row] for row in rows]
     losses = [
-        [loss * (1 if name == "geo_mean" else token.weight) for (loss, _, _), token in zip(*pair, strict=True)]
+        [loss * token.weight for (loss, _, _), token in zip(*pair, strict=True)]
         for pair in zip(found, rows, strict=True)
     ]
-    loss = aggregate(losses, OWN_MODE.get(name, mode), scale=batch.mask.shape[1])
+    loss = aggregate(losses, mode, scale=batch.mask.shape[1])
     loss.backward()
-    log_ratios = [token.log_ratio.item() for row in rows for token in row]
-    kl = [abs(d) if name == "kl_cov" else -d for d in log_ratios]
+    kl = [-token.log_ratio.item() for row in rows for token in row]
     clipped, lower = ([flags[which] for row in found for flags in row] for which in (1, 2))
-    metrics = {
-        key: sum(values) / len(values)
-        for key, values in ((CLIPFRAC, clipped), (KL, kl if name != "gpg" else [None]), (LOWER, lower))
-        if values[0] is not None
-    }
+    columns = {CLIPFRAC: clipped, KL: kl, LOWER: lower}
+    metrics = {key: sum(values) / len(values) for key, values in columns.items() if values[0] is not None}
     return loss.detach(), metrics, log_prob.grad
 
 
-def assert_equals_its_twin(name, seed):
-    """The twin sees policy tokens alone: so failed rows, observations and NaN under the mask are nothing to it."""
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TWINS)
+def test_a_loss_equals_its_twin_in_loops(name, seed):
     batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
     loss, metrics, gradient = batch.run(name, mode, TIGHT)
     twin_loss, twin_metrics, twin_gradient = twin_of(name, batch, mode)
@@ -186,12 +183,6 @@ def assert_equals_its_twin(name, seed):
     close(gradient, twin_gradient.masked_fill(batch.mask == 0, 0), 1e-7)
     assert metrics.keys() == twin_metrics.keys()
     close([*metrics.values()], [twin_metrics[key] for key in metrics])
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ["vanilla", "reinforce"])
-def test_a_loss_equals_its_twin_in_loops(name, seed):
-    assert_equals_its_twin(name, seed)
 
 
 # Rules for every loss
@@ -210,6 +201,20 @@ def global_counts(batch, dp_size=1):
         "global_batch_size": int(batch.mask.any(-1).sum()),
         "loss_scale_factor": batch.mask.shape[1],
     }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", EVERY)
+def test_failed_rows_observations_and_what_lies_under_the_mask_are_nothing(name, seed):
+    batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
+    counts = {"loss_scale_factor": 5}  # else the width
+    loss, metrics, gradient = batch.run(name, mode, TIGHT, counts)
+    packed = batch.packed()
+    expected = packed.run(name, mode, TIGHT, counts)
+    close(loss, expected[0], 1e-9)
+    close([*metrics.values()], [expected[1][key] for key in metrics])
+    close(gradient[batch.mask.bool()], expected[2][packed.mask.bool()], 1e-9)
+    assert not gradient[batch.mask == 0].any()
 
 
 @pytest.mark.parametrize("name", EVERY)

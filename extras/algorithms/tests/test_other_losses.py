@@ -1,6 +1,7 @@
-"""The policy losses of the catalogue: verl's numbers, a twin of each in plain loops, and what is peculiar to one.
+"""The policy losses of the catalogue: verl's numbers, and what is peculiar to one.
 
-The rules of every loss are in tests/test_policy_losses.py, which holds these to them, too.
+The rules of every loss are in tests/test_policy_losses.py, which holds these to them, too; extras/verl/tests holds them
+against verl's own.
 """
 
 import math
@@ -12,17 +13,7 @@ from configs.extras import TABLE
 from extras.algorithms.policy_losses import LOSSES
 from tests import test_policy_losses as rules
 from tests.batches import close
-from tests.test_policy_losses import (
-    ANCHOR,
-    CLIPFRAC,
-    KL,
-    LOWER,
-    SEEDS,
-    Batch,
-    actor_config,
-    gpg_twin,
-    token_by_token,
-)
+from tests.test_policy_losses import ANCHOR, CLIPFRAC, KL, LOWER, Batch, actor_config
 
 
 @pytest.mark.parametrize(
@@ -68,128 +59,6 @@ def test_geo_mean_bears_an_importance_weight_of_zero():
     close(loss, (row_losses[0] + 1e-10 ** (2 / 4) * row_losses[1]) / 2)
     close(gradient[0], ANCHOR.run("geo_mean")[2][0])
     close(gradient[1], 1e-5 * ANCHOR.run("geo_mean")[2][1], 1e-9)
-
-
-def dppo_twin(token, config, kept):
-    ratio = token.ratio.item()
-    loss = -token.advantage * min(ratio, config.clip_ratio_c) * token.new
-    return loss * kept, not kept, kept and ratio > config.clip_ratio_c
-
-
-def dppo_tv_twin(token, config):
-    moved = math.exp(token.new.item()) - math.exp(token.old)
-    too_far = moved > config.clip_ratio_high if token.advantage > 0 else -moved > config.clip_ratio_low
-    return dppo_twin(token, config, not too_far)
-
-
-def dppo_kl_twin(token, config):
-    old, new = math.exp(token.old), math.exp(token.new.item())
-    divergence = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
-    if token.advantage > 0:
-        return dppo_twin(token, config, new <= old or divergence <= config.clip_ratio_high)
-    return dppo_twin(token, config, new >= old or divergence <= config.clip_ratio_low)
-
-
-def gspo_twin(rows, config):
-    found = []
-    for row in rows:
-        mean = sum(token.log_ratio.item() for token in row) / max(len(row), 1)
-        ratios = [(mean + token.new - token.new.item()).exp() for token in row]
-        found.append([(*token.clipped(config, ratio), False) for token, ratio in zip(row, ratios, strict=True)])
-    return found
-
-
-def sapo_twin(token, config):
-    tau = config.tau_pos if token.advantage > 0 else config.tau_neg
-    return -token.advantage * 4 / tau / (1 + (-tau * (token.ratio - 1)).exp()), False, False
-
-
-def covariances(rows):
-    tokens = [token for row in rows for token in row]
-    mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
-    mean_log_prob = sum(token.new.item() for token in tokens) / len(tokens)
-    return [[(t.advantage - mean_advantage) * (t.new.item() - mean_log_prob) for t in row] for row in rows]
-
-
-def clip_cov_twin(rows, config):
-    settings, found = config.policy_loss, [[(*t.clipped(config, t.ratio), None) for t in row] for row in rows]
-    eligible = [
-        (i, t)
-        for i, row in enumerate(covariances(rows))
-        for t, covariance in enumerate(row)
-        if settings.clip_cov_lb < covariance < settings.clip_cov_ub and not found[i][t][1]
-    ]
-    count = max(1, math.floor(settings.clip_cov_ratio * sum(map(len, rows))))
-    torch.manual_seed(0)
-    dropped = {eligible[place] for place in torch.randperm(len(eligible)).tolist()[:count]}
-    return [
-        [(0 * loss if (i, t) in dropped else loss, (i, t) in dropped, None) for t, (loss, _, _) in enumerate(row)]
-        for i, row in enumerate(found)
-    ]
-
-
-def kl_cov_twin(rows, config):
-    shares = covariances(rows)
-    count = max(1, math.floor(config.policy_loss.kl_cov_ratio * sum(map(len, rows))))
-    least = sorted((share for row in shares for share in row), reverse=True)[count - 1]
-    coefficient = config.policy_loss.ppo_kl_coef
-    return [
-        [
-            (-t.advantage * t.ratio + (coefficient * t.log_ratio.abs() if share >= least else 0), None, None)
-            for t, share in zip(row, row_shares, strict=True)
-        ]
-        for row, row_shares in zip(rows, shares, strict=True)
-    ]
-
-
-def geo_mean_twin(rows, config):
-    """The whole loss of a row on its first token."""
-    found = []
-    for row in rows:
-        exponent, flags = torch.zeros((), dtype=torch.float64), []
-        for t in row:
-            bounded = min(max(t.log_ratio.item(), -config.clip_ratio_low), config.clip_ratio_high)
-            worse = bounded < t.log_ratio.item() if t.advantage > 0 else bounded > t.log_ratio.item()
-            exponent = exponent + (bounded if worse else t.log_ratio)
-            outside = bounded != t.log_ratio.item()
-            flags.append((outside and t.advantage > 0, outside and t.advantage < 0))
-        losses = [0.0 * t.new for t in row]
-        if row:
-            weight = math.prod(t.weight for t in row) ** (1 / len(row))
-            losses[0] = -sum(t.advantage for t in row) / len(row) * (exponent / len(row)).exp() * weight
-        found.append([(loss, *pair) for loss, pair in zip(losses, flags, strict=True)])
-    return found
-
-
-def cispo_twin(token, config):
-    ratio = token.ratio.item()
-    bounded = min(max(ratio, 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
-    return -bounded * token.advantage * token.new, ratio != bounded, False
-
-
-def dro_twin(token, config):
-    penalty = config.policy_loss.dro_beta / 2 * token.log_ratio * token.log_ratio
-    return -(token.new * token.advantage - penalty), None, None
-
-
-rules.TWINS |= {
-    "dppo_tv": token_by_token(dppo_tv_twin),
-    "dppo_kl": token_by_token(dppo_kl_twin),
-    "gspo": gspo_twin,
-    "sapo": token_by_token(sapo_twin),
-    "gpg": token_by_token(gpg_twin),
-    "clip_cov": clip_cov_twin,
-    "kl_cov": kl_cov_twin,
-    "geo_mean": geo_mean_twin,
-    "cispo": token_by_token(cispo_twin),
-    "dro": token_by_token(dro_twin),
-}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", TABLE["policy_loss"])
-def test_a_loss_equals_its_twin_in_loops(name, seed):
-    rules.assert_equals_its_twin(name, seed)
 
 
 def test_the_table_names_each():
