@@ -99,10 +99,10 @@ class Chain:
         if not kills and (folder / f"global_step_{self.steps}").exists():
             return folder
         shutil.rmtree(folder, ignore_errors=True)
-        own = [*COMMON, *MODES[self.mode], f"trainer.total_training_steps={self.steps}"]
-        own += [f"trainer.stall_timeout={STALL}"] * (self.target == "stop")
+        overrides = [*COMMON, *MODES[self.mode], f"trainer.total_training_steps={self.steps}"]
+        overrides += [f"trainer.stall_timeout={STALL}"] * (self.target == "stop")
         text, apart = CHAIN.format(pause=PAUSES.get(self.mode, 1.0)), {**os.environ, "RAY_ADDRESS": "local"}
-        settings = "--config-name=frozenlake", *short_run(self.root / "model", folder, *own)
+        settings = "--config-name=frozenlake", *short_run(self.root / "model", folder, *overrides)
         self.command = Run("-c", text, *settings, env=apart)  # not in somebody's cluster, which may be gone
         for number in range(kills):
             self.kill(in_save=number % 2 == 1)
@@ -127,10 +127,10 @@ class Chain:
             self.until(self.saves)
         where, began = "a save" if self.saves() else "a step", time.monotonic()
         os.kill(pid, signal.SIGSTOP if self.target == "stop" else signal.SIGKILL)
-        said = self.until(lambda: SAYS.search(self.command.said()[1], before))[0]
+        message = self.until(lambda: SAYS.search(self.command.said()[1], before))[0]
         self.seconds.append(time.monotonic() - began)
         ended = self.until(lambda: ENDED.search(self.command.said()[1], before))[0]
-        print(f"  in {where} after step {step}: {self.seconds[-1]:5.1f} s: {said[:200]}")
+        print(f"  in {where} after step {step}: {self.seconds[-1]:5.1f} s: {message[:200]}")
         print(f"    {time.monotonic() - began:5.1f} s: {ended}", flush=True)
         self.until(lambda: not family & {*descendants(self.command.pid)}, pause=0.1)
         print(f"    {time.monotonic() - began:5.1f} s: no process of it is left", flush=True)
@@ -147,16 +147,16 @@ class Chain:
         if self.mode == "server":
             return next(pid for pid in descendants(self.server.pid) if "EngineCore" in command_of(pid))
         words = TARGETS[self.target]
-        found = [pid for pid in sorted(descendants(self.command.pid)) if words in command_of(pid)]
-        return self.draws.choice(found) if words else found[0]
+        pids = [pid for pid in sorted(descendants(self.command.pid)) if words in command_of(pid)]
+        return self.draws.choice(pids) if words else pids[0]
 
     def until(self, condition: Callable[[], Any], run: Run | None = None, pause: float = 0.005) -> Any:
-        """Waits for what `condition` finds, while the run goes on."""
+        """Waits until `condition` returns something, and returns it; fails if the run ends first."""
         deadline, run = time.monotonic() + PATIENCE, run or self.command
-        while not (found := condition()):
+        while not (result := condition()):
             assert time.monotonic() < deadline and not run.is_over(), "".join(run.said())
             time.sleep(pause)
-        return found
+        return result
 
 
 def is_served() -> bool:

@@ -51,7 +51,7 @@ class Machine:
 
 
 class Worker:
-    """Is what each rank runs."""
+    """Runs on each rank."""
 
     def __init__(self) -> None:
         self.roles = {"machine": Machine()}
@@ -97,9 +97,9 @@ def measure(group: RayWorkerGroup, rank: int, mark: Path, size: int) -> Row:
         began = time.perf_counter()
         group.submit("machine", "exchange", [call if other == rank else idle for other in range(group.size)]).result()
         seconds.append(time.perf_counter() - began)
-    asked = time.time()
-    *told, clock = group.submit("machine", "describe", [(mark,)] * group.size).result()[rank]
-    return Row(*told, clock - (asked + time.time()) / 2, size / seconds[2], size / seconds[3])
+    sent_at = time.time()
+    *facts, clock = group.submit("machine", "describe", [(mark,)] * group.size).result()[rank]
+    return Row(*facts, clock - (sent_at + time.time()) / 2, size / seconds[2], size / seconds[3])
 
 
 def check(resources: Resources, folder: Path, size: int) -> str:

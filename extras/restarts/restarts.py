@@ -73,8 +73,8 @@ def in_words_of(code: int) -> str:
 
 
 def start_child() -> tuple[int, int]:
-    """Forks; returns 0 in the child, and in this process its number and a pipe that it writes to: the signals that it
-    is sent, and BY_ITSELF before Python ends."""
+    """Forks; returns 0 in the child, and in this process the child's pid and a pipe. The child writes to it the signals
+    that it receives, and BY_ITSELF before Python ends."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
@@ -88,29 +88,29 @@ def start_child() -> tuple[int, int]:
     if os.getppid() != parent:  # it was gone before that
         end_like(-signal.SIGTERM)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    own = os.getpid()
-    atexit.register(lambda: os.getpid() == own and os.write(writer, bytes([BY_ITSELF])))
+    pid = os.getpid()
+    atexit.register(lambda: os.getpid() == pid and os.write(writer, bytes([BY_ITSELF])))
     return 0, writer
 
 
 def watch(child: int, pipe: int) -> tuple[int, bool, bool]:
-    """Hands signals on to the child until it has ended. Returns its exit code, negative for a signal; whether anybody
-    asked for the end; and whether the cause may pass: nobody did, and the run says that it may, or something else than
-    Python ended it."""
+    """Passes signals on to the child until it has ended. Returns its exit code, negative for a signal; whether anybody
+    asked for the end; and whether the cause may pass: nobody asked, and the run says that it may, or Python did not end
+    it itself."""
     received: list[int] = []
     answered = [number for number in (*ENDING, SAVING) if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in answered}
-    is_asked, by_itself, told = False, False, b""
+    is_asked, by_itself, signals = False, False, b""
     while (code := exit_code_of(child)) is None:
         time.sleep(POLL)
         if received:
             time.sleep(POLL)
-        before, told = told, read(pipe)
-        by_itself |= BY_ITSELF in told
+        before, signals = signals, read(pipe)
+        by_itself |= BY_ITSELF in signals
         while received:
             number = received.pop(0)
             is_asked |= number in ENDING
-            if number not in before + told:  # else it was sent to both, as by a terminal
+            if number not in before + signals:  # else it was sent to both, as by a terminal
                 os.kill(child, number)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -157,11 +157,11 @@ def descendants(ancestor: int) -> list[int]:
             state, parent = file.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[int(file.parent.name)] = int(parent)
-    found, new = set(), {ancestor}
+    family, new = set(), {ancestor}
     while new:
-        found |= new
+        family |= new
         new = {pid for pid, parent in parents.items() if parent in new}
-    return sorted(found - {ancestor})
+    return sorted(family - {ancestor})
 
 
 def signal_process(pid: int, number: int) -> None:

@@ -48,16 +48,16 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tenso
 
 
 def make_mesh(fsdp_size: int, device: torch.device, tensor_parallel_size: int = 1) -> DeviceMesh | None:
-    """Arranges the ranks as replicas × shards × parts of a layer, neighbours having the parts; None: there is one
-    worker. A dimension of replicas or of parts is only there if it has more than one."""
+    """Arranges the ranks as replicas × shards × parts of a layer, with the parts on neighbours; None: there is one
+    worker. Dimensions of one replica or one part are left out."""
     workers = group_size()
     if workers == 1:
         return None
     groups = workers // tensor_parallel_size
     shards = shard_count(fsdp_size, groups)
     sizes = {"replicate": groups // shards, "shard": shards, "part": tensor_parallel_size}
-    kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    dimensions = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,8 @@ class Sharding(Replicas):
 
     def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
         shards = self.mesh.shape[self.mesh.mesh_dim_names.index("shard")]
-        held = 4 * numbers if optim is None else bytes_trained(numbers, optim)
-        return 0 if self.offload else held // shards
+        size = 4 * numbers if optim is None else bytes_trained(numbers, optim)
+        return 0 if self.offload else size // shards
 
     def set_method(self, model: nn.Module, name: str, method: Callable[..., Any]) -> None:
         setattr(model, name, method)
@@ -199,10 +199,10 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
     on_gpu = mesh.device_type != "cpu"
     policy = CPUOffloadPolicy(pin_memory=on_gpu) if sharding.offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(reduce_dtype=sharding.reduce_dtype, cast_forward_inputs=False)
-    kept = {"mesh": mesh, "offload_policy": policy, "mp_policy": precision}
+    options = {"mesh": mesh, "offload_policy": policy, "mp_policy": precision}
     for layer in decoder_layers(model):
-        fully_shard(layer, reshard_after_forward=reshards, **kept)
-    fully_shard(model, reshard_after_forward=False, **kept)
+        fully_shard(layer, reshard_after_forward=reshards, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
     model.reshards_layers, model.stays_gathered = reshards, False
     model.computes_on = torch.device(mesh.device_type)
     made = type(model)  # by FSDP2, of the model's own class
@@ -312,10 +312,10 @@ def fill(model: PreTrainedModel, folder: Path, read: Callable[[], nn.Module]) ->
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Maps the names of a pretrained folder to weights and buffers as they are here, a tied one under its first alone;
-    matrices of LoRA are in none."""
-    kept = model.state_dict(keep_vars=True).keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    """Maps the names of a pretrained folder to this rank's weights and buffers, a tied one under its first name only;
+    without LoRA's matrices."""
+    names = model.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in names}
     tensors = (dict(model.named_parameters()) | buffers).items()
     return {name.replace(".base_layer", ""): tensor.detach() for name, tensor in tensors if ".lora_" not in name}
 

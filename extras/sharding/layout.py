@@ -28,25 +28,25 @@ class Sharded:
         from extras.sharding.fsdp2 import Sharding
         from extras.sharding.offload import Offload, Offloaded
 
-        def offloads(asked: bool) -> bool:
-            return asked and on_gpu(device)
+        def offloads(setting: bool) -> bool:
+            return setting and on_gpu(device)
 
         if role == "rm":  # its layers are whole
             judge = config.reward.get("reward_model")
-            asked = Offload(module=bool(judge) and offloads(judge.fsdp_config.param_offload))
+            offload = Offload(module=bool(judge) and offloads(judge.fsdp_config.param_offload))
             mesh = mesh_of(-1, device, 1)
-            return Offloaded(asked) if mesh is None else Sharding(mesh, offload=asked.any)
+            return Offloaded(offload) if mesh is None else Sharding(mesh, offload=offload.any)
         if role == "ref":
-            asked = Offload(module=offloads(policy.ref.fsdp_config.param_offload))
+            offload = Offload(module=offloads(policy.ref.fsdp_config.param_offload))
         else:
-            asked = Offload(offloads(fsdp.optimizer_offload), offloads(fsdp.param_offload))
+            offload = Offload(offloads(fsdp.optimizer_offload), offloads(fsdp.param_offload))
             compute_together(policy.actor.tensor_parallel_size)
         mesh = mesh_of(fsdp.fsdp_size, device, policy.actor.tensor_parallel_size)
         if mesh is None:
-            return Offloaded(asked)
+            return Offloaded(offload)
         gathered = gather_dtype(fsdp.mixed_precision.param_dtype, dtype)
         reduced = getattr(torch, fsdp.mixed_precision.reduce_dtype)
-        return Sharding(mesh, fsdp.reshard_after_forward, asked.any, gathered, reduced)
+        return Sharding(mesh, fsdp.reshard_after_forward, offload.any, gathered, reduced)
 
     @staticmethod
     def check(config: Config, workers: int) -> None:

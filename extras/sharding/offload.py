@@ -114,21 +114,21 @@ class ChunkedAdamW(torch.optim.AdamW):
             return
         width = whole[0][0].numel()
         rows, first = max(1, CHUNK // max(1, width)), first_number(weight)
-        for there, gradient, *parts in zip(*(tensor.split(rows) for tensor in whole), strict=True):
-            here, gradient = self._fetch(there, gradient) if there.device != home else (there, gradient)
+        for chunk, gradient, *parts in zip(*(tensor.split(rows) for tensor in whole), strict=True):
+            loaded, gradient = self._fetch(chunk, gradient) if chunk.device != home else (chunk, gradient)
             averages, squares = (part.float() for part in parts)  # themselves, where they are float32
             settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
             beta1, beta2 = group["betas"]
             count = [torch.full((), float(state["step"]), device=home)]  # which a call counts up
             adamw(
-                [here], [gradient], [averages], [squares], [], count, fused=True, beta1=beta1, beta2=beta2, **settings
+                [loaded], [gradient], [averages], [squares], [], count, fused=True, beta1=beta1, beta2=beta2, **settings
             )  # fmt: skip
-            if here is not there:
-                there.copy_(here)
+            if loaded is not chunk:
+                chunk.copy_(loaded)
             if self.dtype == torch.bfloat16:
                 parts[0].copy_(averages)
                 parts[1].copy_(rounded_at_random(squares, first, int(state["step"]) * PLACES + place))
-            first += there.numel()
+            first += chunk.numel()
         state["step"] += 1
 
     def _home(self, weight: nn.Parameter) -> torch.device:
@@ -139,10 +139,10 @@ class ChunkedAdamW(torch.optim.AdamW):
         size, shape = tensors[0].numel(), tensors[0].shape
         if not self.buffers or len(self.buffers[0]) < size:
             self.buffers = [buffer.flatten() for buffer in host_tensors(tensors)]
-        found = [buffer[:size].view(shape) for buffer in self.buffers]
-        for buffer, tensor in zip(found, tensors, strict=True):
+        chunks = [buffer[:size].view(shape) for buffer in self.buffers]
+        for buffer, tensor in zip(chunks, tensors, strict=True):
             buffer.copy_(tensor)
-        return found
+        return chunks
 
 
 def rounded_at_random(numbers: Tensor, first: int, seed: int) -> Tensor:

@@ -83,15 +83,15 @@ class ActorSettings(Frozen):
 
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
-        if self.strategy == "replicas" and (asked := asks_for_it(config)):
-            raise ConfigError(f"{key}.strategy=replicas, and {asked[0]} is set: it takes strategy=fsdp2.")
+        if self.strategy == "replicas" and (keys := asks_for_it(config)):
+            raise ConfigError(f"{key}.strategy=replicas, and {keys[0]} is set: it takes strategy=fsdp2.")
 
 
 def asks_for_it(config: Any) -> list[str]:
-    """Lists the settings of `config` by which even one worker, or whole models, are no plain replicas."""
+    """Lists the settings of `config` that need more than plain replicas, even with one worker or whole models."""
     actor, ref, rm = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.reward.get("reward_model")
     fsdp = actor.fsdp_config
-    asked = {
+    flags = {
         f"{ACTOR}.tensor_parallel_size": actor.tensor_parallel_size > 1,
         f"{ACTOR}.fsdp_config.fsdp_size": fsdp.fsdp_size > 1,
         f"{ACTOR}.fsdp_config.param_offload": fsdp.param_offload,
@@ -101,7 +101,7 @@ def asks_for_it(config: Any) -> list[str]:
         "actor_rollout_ref.ref.fsdp_config.param_offload": ref.fsdp_config.param_offload,
         "reward.reward_model.fsdp_config.param_offload": bool(rm) and rm.fsdp_config.param_offload,
     }
-    return [key for key, is_asked in asked.items() if is_asked]
+    return [key for key, is_asked in flags.items() if is_asked]
 
 
 def shard_count(fsdp_size: int, workers: int) -> int:

@@ -37,9 +37,9 @@ class AnyColumns(RowwiseParallel):
         inputs: tuple[Tensor],
         mesh: DeviceMesh,
     ) -> DTensor:
-        [own] = inputs
-        whole = torch.empty(*own.shape[:-1], module.in_features, device="meta")
-        return DTensor.from_local(own, mesh, input_layouts, run_check=False, shape=whole.shape, stride=whole.stride())
+        [part] = inputs
+        whole = torch.empty(*part.shape[:-1], module.in_features, device="meta")
+        return DTensor.from_local(part, mesh, input_layouts, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": AnyColumns}

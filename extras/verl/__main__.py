@@ -49,9 +49,9 @@ FLAGS |= dict.fromkeys(("--config-name", "-cn"), "--config-name")
 
 
 class Setting(NamedTuple):
-    """A setting as it was `given`, its fate, the reason, and how it is written `now` (None: not at all)."""
+    """A setting as the source writes it (`original`), its fate, the reason, and its form `now` (None: left out)."""
 
-    given: str
+    original: str
     fate: str
     reason: str = ""
     now: str | None = None
@@ -74,14 +74,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="a script's own, or settings")
     parser.add_argument("--run", action="store_true", help="run what works here")
     end = argv.index("--") if "--" in argv else len(argv)
-    given, words = parser.parse_args([word for word in argv[:end] if word != "--run"]), argv[end + 1 :]
-    if (given.source is None) == (not words):
+    options, words = parser.parse_args([word for word in argv[:end] if word != "--run"]), argv[end + 1 :]
+    if (options.source is None) == (not words):
         parser.error("name a script or a yaml, or give a command after --")
     console = Console() if Console().is_terminal else Console(width=LOG_WIDTH)
     with refusals():
         readings, notes = readings_of([Call(words, {})]), []
-        if given.source is not None:
-            readings, notes = read_source(Path(given.source), given.arguments)
+        if options.source is not None:
+            readings, notes = read_source(Path(options.source), options.arguments)
         elif not readings:
             raise ValueError(f"{shlex.join(words)}: no command of verl's, such as python3 -m verl.trainer.main_ppo.")
     for number, reading in enumerate(readings, 1):
@@ -110,7 +110,7 @@ def read_source(path: Path, arguments: list[str]) -> tuple[list[Reading], list[s
     if not readings:
         raise ValueError(f"{path} gave no command of verl's: it {ending}. {REMEDY.format(path)}")
     gaps = [f"{EARLY} {ending}."] if ending else []
-    if empty := " ".join(it.given for reading in readings for it in reading.settings if it.given.endswith("=")):
+    if empty := " ".join(it.original for reading in readings for it in reading.settings if it.original.endswith("=")):
         gaps.append(f"Nothing is given to {empty}: is a variable not set?")
     return readings, [*gaps, *[REMEDY.format(path)] * bool(gaps), *notes_on(calls)]
 
@@ -204,7 +204,7 @@ def entry_of_yaml(path: Path) -> Entry:
     sections = set(re.findall(r"^(\w+):", path.read_text(errors="replace"), re.MULTILINE))
     ours = bool(sections & {"actor_rollout_ref", "algorithm", "defaults"})
     named = zip(ENTRIES, ("optim", "rollout", None), strict=False)
-    return next((it for it, own in named if it.config in path.stem or (own in sections and not ours)), ENTRIES[-1])
+    return next((it for it, key in named if it.config in path.stem or (key in sections and not ours)), ENTRIES[-1])
 
 
 def read_settings(program: str, entry: Entry, arguments: list[str], variables: dict[str, str]) -> Reading:
@@ -225,8 +225,8 @@ def read_settings(program: str, entry: Entry, arguments: list[str], variables: d
     for text in filter(str.strip, overrides):
         settings += read_override(text, parsed.config_dir, entry.schema)
     settings, notices = compose(settings, parsed, entry)
-    kept = [it.now for it in settings if it.now and (it.fate != MISSING or it.now[0] == "~")]
-    return Reading(program, settings, [*entry.words, *flags, *kept], variables, notices)
+    remaining = [it.now for it in settings if it.now and (it.fate != MISSING or it.now[0] == "~")]
+    return Reading(program, settings, [*entry.words, *flags, *remaining], variables, notices)
 
 
 def part_arguments(arguments: list[str]) -> tuple[list[str], list[str], list[Setting]]:
@@ -304,7 +304,7 @@ def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> tupl
             settings = [*settings, Setting("the settings together", MISSING, reason)]
             break
         refused, taken_back = settings[at], f"~{key}"  # from a yaml
-        settings[at] = Setting(refused.given, MISSING, reason, None if refused.now else taken_back)
+        settings[at] = Setting(refused.original, MISSING, reason, None if refused.now else taken_back)
         if refused.now == taken_back:  # too late: it is refused before
             return settings, ""
     settings = [it._replace(fate=WORKS, reason="") if it.reason.startswith(NO_SUCH) else it for it in settings]
@@ -312,7 +312,7 @@ def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> tupl
 
 
 def keys_of(setting: Setting) -> set[str]:
-    return {text.lstrip("+~").partition("=")[0] for text in (setting.given, setting.now or setting.given)}
+    return {text.lstrip("+~").partition("=")[0] for text in (setting.original, setting.now or setting.original)}
 
 
 def refusal(arguments: Arguments, entry: Entry, overrides: list[str], notices: StringIO) -> ConfigError | None:
@@ -356,7 +356,7 @@ def show(reading: Reading, number: str, console: Console) -> None:
         settings = [setting for setting in reading.settings if setting.fate == fate]
         lines = by_reason(settings)
         if fate == WORKS and settings:
-            keys = ", ".join(setting.given.partition("=")[0] for setting in settings)
+            keys = ", ".join(setting.original.partition("=")[0] for setting in settings)
             lines = [(keys, "\n".join(setting.reason for setting in settings if setting.reason))]
         for at, line in enumerate(lines):
             first = "" if at else f"{head} ({len(settings)})"
@@ -374,8 +374,8 @@ def show(reading: Reading, number: str, console: Console) -> None:
 def by_reason(settings: list[Setting]) -> list[tuple[str, str]]:
     by_why: dict[str, dict[str, None]] = {}
     for setting in settings:
-        by_why.setdefault(setting.reason, {})[short(setting.given)] = None
-    return [(", ".join(given), why) for why, given in by_why.items()]
+        by_why.setdefault(setting.reason, {})[short(setting.original)] = None
+    return [(", ".join(texts), why) for why, texts in by_why.items()]
 
 
 def quote(word: str) -> str:

@@ -160,15 +160,15 @@ def from_tensordict(
 
 def get_data_info(self: DataProto) -> str:
     """Describes the columns in lines, in the sections batch, non_tensor_batch and meta_info."""
-    tensors = [f"  {name}: {tuple(one.shape)} ({one.dtype}) {one.device}" for name, one in self.tensors.items()]
-    arrays = [f"  {name}: {one.shape} ({one.dtype})" for name, one in self.non_tensor_batch.items()]
-    values = [f"  {name}: {type(one).__name__}" for name, one in self.meta_info.items()]
+    tensors = [f"  {name}: {tuple(value.shape)} ({value.dtype}) {value.device}" for name, value in self.tensors.items()]
+    arrays = [f"  {name}: {value.shape} ({value.dtype})" for name, value in self.non_tensor_batch.items()]
+    values = [f"  {name}: {type(value).__name__}" for name, value in self.meta_info.items()]
     return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *values])
 
 
 def print_size(self: DataProto, prefix: str = "") -> None:
     """Prints the GiB of the tensors and of the arrays."""
-    sizes = [sum(one.nbytes for one in kind.values()) / 2**30 for kind in (self.tensors, self.non_tensor_batch)]
+    sizes = [sum(value.nbytes for value in kind.values()) / 2**30 for kind in (self.tensors, self.non_tensor_batch)]
     print(f"{prefix}Size of tensordict: {sizes[0]} GB, size of non_tensor_batch: {sizes[1]} GB")
 
 
@@ -224,8 +224,8 @@ def postprocess_data(
         raise NotImplementedError(f"a sequence has {length} tokens, but at most {max_length} may be: set truncation")
     num_head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
     first_of_tail = length - (max_length - num_head)
-    kept = [*range(num_head), *range(first_of_tail, length)]
-    return input_ids[:, kept], attention_mask[:, kept]
+    indices = [*range(num_head), *range(first_of_tail, length)]
+    return input_ids[:, indices], attention_mask[:, indices]
 
 
 def compute_response_mask(data: DataProto) -> Tensor:

@@ -114,7 +114,7 @@ def names_of_verl() -> dict[str, dict[str, str]]:
 
 
 def why_not_here(name: str) -> str:
-    """Says what to use in place of `name`, a module of verl or a name in one."""
+    """Returns what to use in place of `name`, a module of verl or a name in one."""
     served, refused = table_of_verl()
     module, _, attribute = name.rpartition(".")
     home = served.get(module, {}).get(attribute, "").partition(":")[0]
@@ -123,6 +123,6 @@ def why_not_here(name: str) -> str:
     parents = (name.rsplit(".", place)[0] for place in range(name.count(".")))
     if reason := next((refused[parent] for parent in parents if parent in refused), None):
         return f"{name} is not here: {reason}."
-    known = [*served, *(f"{module}.{one}" for module, names in served.items() for one in names)]
-    near = "".join(f" Did you mean {one}?" for one in get_close_matches(name, known, 1, 0.8))
+    known = [*served, *(f"{module}.{member}" for module, names in served.items() for member in names)]
+    near = "".join(f" Did you mean {match}?" for match in get_close_matches(name, known, 1, 0.8))
     return f"{name} is not here.{near} extras/verl/names.yaml lists the names of verl that are."

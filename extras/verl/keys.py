@@ -104,11 +104,11 @@ RENAMED_VALUES = {
     for old, (new, *value) in READ["renamed_values"].items()
     for name, key in pairs({old: new}).items()
 } | {"data.chat_template=chatml": ["actor_rollout_ref.model.custom_chat_template", CHATML]}
-NO_EFFECT_VALUES = {one: why for why, ones in READ["no_effect_values"].items() for one in spelt_out(ones)}
+NO_EFFECT_VALUES = {text: why for why, texts in READ["no_effect_values"].items() for text in spelt_out(texts)}
 ONLY_VALUE = {  # key: the values as texts, and why no other
-    key: ([one.partition("=")[2] for one in spelt_out(ones) if one.startswith(f"{key}=")], why)
-    for why, ones in READ["only"].items()
-    for key in {one.partition("=")[0] for one in spelt_out(ones)}
+    key: ([text.partition("=")[2] for text in spelt_out(texts) if text.startswith(f"{key}=")], why)
+    for why, texts in READ["only"].items()
+    for key in {text.partition("=")[0] for text in spelt_out(texts)}
 }
 
 
@@ -127,18 +127,18 @@ class Verdict(NamedTuple):
 
 
 def judge(key: str, value: Any, schema: type) -> Verdict:
-    """Says what becomes of `key=value`, of any version of verl, in a config of the class `schema`."""
+    """Judges `key=value`, of any version of verl, for a config of the class `schema`."""
     entry = ENTRIES[schema.__name__]
     if key.endswith("_target_"):
         return Verdict("no effect", key, value, "a section is known by its name")
-    mine = spelling_in(key, entry.renamed)  # in the sections of this entry
-    if why := entry.why("unread", mine):
+    spelling = spelling_in(key, entry.renamed)  # in the sections of this entry
+    if why := entry.why("unread", spelling):
         return Verdict("no effect", key, value, why)
-    before = spelling_in(mine, entry.sections)  # in those of main.py
+    before = spelling_in(spelling, entry.sections)  # in those of main.py
     main, new, how = spelling_in(before, COMMON.renamed), value, ""
     if (computed := entry.computed.get(key) or COMMON.computed.get(before)) and value is not None:
         new, how = computed[0].format(value), f"={value} {computed[1]}"
-    if by_value := RENAMED_VALUES.get(f"{main}={value}") or RENAMED_VALUES.get(f"{mine}={value}"):
+    if by_value := RENAMED_VALUES.get(f"{main}={value}") or RENAMED_VALUES.get(f"{spelling}={value}"):
         main, new = (*by_value, None)[:2]
     sections = {long: short for short, long in entry.sections.items()}
     today = spelling_in(main, sections)
@@ -150,12 +150,12 @@ def judge(key: str, value: Any, schema: type) -> Verdict:
         if today == key:
             return Verdict("works", key, value)
         return Verdict("renamed", today, new, f"{key} is now {today}{how}")
-    if main in ONLY_VALUE or (why := entry.why("refused", mine) or COMMON.why("refused", main)):
+    if main in ONLY_VALUE or (why := entry.why("refused", spelling) or COMMON.why("refused", main)):
         texts, why = ONLY_VALUE.get(main) or ((), why)
         if str(value) in texts if texts else value in OFF:
             return Verdict("no effect", key, value, "it is always so here")
         return Verdict("refused", key, value, in_sections(why, sections))
-    if why := entry.why("no_effect", mine) or COMMON.why("no_effect", main):
+    if why := entry.why("no_effect", spelling) or COMMON.why("no_effect", main):
         return Verdict("no effect", key, value, in_sections(why, sections))
     return Verdict("unknown", key, value)
 
@@ -210,46 +210,46 @@ class VerlKeys(Keys):
         tell(self.moved)
 
 
-def settle(given: DictConfig, overrides: list[Override], schema: type) -> None:
-    """Resolves what a yaml takes over from keys, or in keys, that are about to move; as the overrides have them.
+def settle(config: DictConfig, overrides: list[Override], schema: type) -> None:
+    """Resolves a yaml's references in keys, or to keys, that are about to move, with the values of the overrides.
 
-    A key that a yaml leaves to be given (???) is not set."""
-    whole = copy.deepcopy(given)
+    A mandatory key without a value (???) is removed."""
+    whole = copy.deepcopy(config)
     for override in overrides:
         if not override.is_delete():
             OmegaConf.update(whole, override.key_or_group, override.value(), force_add=True)
-    for key, value in list(leaves(given)):
+    for key, value in list(leaves(config)):
         if value == "???":
-            delete(given, key)
+            delete(config, key)
         elif isinstance(value, str) and "${" in value:
             parent = key.rpartition(".")[0]
             names = [f"{parent}{name}" if name[0] == "." else name for name in re.findall(TARGET, value)]
             if not all(is_known(name, schema) for name in (key, *names)):
                 try:
-                    OmegaConf.update(given, key, OmegaConf.select(whole, key))
+                    OmegaConf.update(config, key, OmegaConf.select(whole, key))
                 except OmegaConfBaseException:
-                    delete(given, key)
+                    delete(config, key)
 
 
-def move(given: DictConfig, schema: type, later: bool = False) -> list[tuple[str, Any, Verdict]]:
-    """Renames old spellings and drops settings without effect; returns them, to be told of.
+def move(config: DictConfig, schema: type, later: bool = False) -> list[tuple[str, Any, Verdict]]:
+    """Renames old spellings and drops settings without effect; returns them for a notice.
 
     Today's spelling wins over an old one beside it, except over one that was set `later`."""
     moved = []
-    for key, value in list(leaves(given)):
+    for key, value in list(leaves(config)):
         verdict = judge(key, value, schema)
         if verdict.kind == "refused":
             raise ConfigError(f"{key}={value}: {verdict.why}.")
         if verdict.kind not in ("renamed", "no effect"):
             continue
-        delete(given, key)
+        delete(config, key)
         if verdict.kind == "renamed":
-            beside = OmegaConf.select(given, verdict.key) is not None and not later
+            beside = OmegaConf.select(config, verdict.key) is not None and not later
             if value is None or beside:  # null was the default of the old key
                 continue
-            OmegaConf.update(given, verdict.key, verdict.value, force_add=True)
+            OmegaConf.update(config, verdict.key, verdict.value, force_add=True)
             if key == "trainer.resume_path":
-                given.trainer.resume_mode = "resume_path"
+                config.trainer.resume_mode = "resume_path"
         moved.append((key, value, verdict))
     return moved
 

@@ -156,8 +156,8 @@ class UsersManager:
         required = None if self.scores_rows else config.reward_kwargs.extras
         key, settings = "reward.reward_manager", "reward.reward_kwargs"
         self.manager = bind(manager_class, offered, required, key, settings=settings)()
-        own = "run_batch" in methods and manager_class.run_batch is not RewardManagerBase.run_batch
-        self.scores_batches = self.scores_rows and own
+        has_batch = "run_batch" in methods and manager_class.run_batch is not RewardManagerBase.run_batch
+        self.scores_batches = self.scores_rows and has_batch
 
     def __call__(self, data: DataProto) -> Any:
         if not self.scores_rows:
@@ -172,8 +172,8 @@ class UsersManager:
             late = NotScored("timeout", f"run_single was not done after reward.timeout={seconds} seconds")
             results = run_all(calls, self.config.max_concurrent, seconds, late)
         return [
-            one if isinstance(one, NotScored) else (one.get("reward_extra_info") or {}) | {"score": one["reward_score"]}
-            for one in results
+            row if isinstance(row, NotScored) else (row.get("reward_extra_info") or {}) | {"score": row["reward_score"]}
+            for row in results
         ]
 
 

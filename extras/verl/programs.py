@@ -56,8 +56,8 @@ def check_here(module: str) -> None:
 
 def programs_in(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Finds verl's programs among the words of a command, whatever starts them; yields each name and arguments."""
-    if found := program_of(words):
-        yield found
+    if program := program_of(words):
+        yield program
         return
     for word in words:  # a shell's commands in one word, as for docker, ssh and ray
         if re.search(rf"[./](?:{PROGRAM})\b", word) and " " in word:

@@ -149,10 +149,10 @@ class AgentLoopBase:
         """Token ids that the chat template begins every prompt with."""
         user = {"role": "user", "content": ""}
         try:
-            one, two = (self._encode([user] * count, add_generation_prompt=False) for count in (1, 2))
+            single, pair = (self._encode([user] * count, add_generation_prompt=False) for count in (1, 2))
         except TemplateError:  # it takes no two users in a row
             return []
-        return one[: 2 * len(one) - len(two)]
+        return single[: 2 * len(single) - len(pair)]
 
     def _encode(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         kwargs = self.apply_chat_template_kwargs | kwargs
@@ -275,19 +275,19 @@ def sample_of(
     width: int,
     trusted: bool = True,
 ) -> tuple[Sample, str]:
-    """Makes what an agent loop returned a row, cut to `limits.response` tokens; also returns how it ended.
+    """Turns an agent loop's output into a row, cut to `limits.response` tokens; also returns its end reason.
 
-    Its response_logprobs are taken where they are `trusted`, and must else be those of the tokens that were sampled.
+    If it is `trusted`, its response_logprobs are used; otherwise they must equal those of the sampled tokens.
 
     Raises:
         ValueError: uneven lists, a prompt longer than `width`, or tokens marked as the policy's that it did not sample.
     """
     prompt, ids, mask = map(ids_of, (output.prompt_ids, output.response_ids, output.response_mask))
-    given = output.response_logprobs
-    if len(mask) != len(ids) or len(given if given is not None else ids) != len(ids) or set(mask) - {0, 1}:
+    claims = output.response_logprobs
+    if len(mask) != len(ids) or len(claims if claims is not None else ids) != len(ids) or set(mask) - {0, 1}:
         raise ValueError(
             f"an AgentLoopOutput has {len(ids)} response_ids, {len(mask)} in response_mask and "
-            f"{0 if given is None else len(given)} response_logprobs: give one a token, and a mask of 1 or 0."
+            f"{0 if claims is None else len(claims)} response_logprobs: give one a token, and a mask of 1 or 0."
         )
     if len(prompt) > width:
         raise ValueError(f"an AgentLoopOutput has {len(prompt)} prompt_ids, and data.max_prompt_length is {width}.")
@@ -302,15 +302,15 @@ def sample_of(
                 log_probs[at] = done.log_probs[at - start]
         turns[start:] = [turn] * (len(ids) - start)
         reason = END_REASON_OF[done.finish_reason] if start + length == len(ids) else "terminated"
-    if given is not None and trusted:
-        log_probs = [float(value) if policys else 0.0 for value, policys in zip(given, mask, strict=False)]
+    if claims is not None and trusted:
+        log_probs = [float(value) if policys else 0.0 for value, policys in zip(claims, mask, strict=False)]
     if strangers := log_probs.count(None):
         raise ValueError(
             f"response_mask is 1 of {strangers} tokens that the policy did not sample: return its token_ids as "
             f"they came, a mask of 0{', or response_logprobs' if trusted else ''}."
         )
-    own = zip(given or (), log_probs, mask, strict=False)
-    if not trusted and not all(abs(told - drawn) <= TOLERANCE for told, drawn, policys in own if policys):
+    tokens = zip(claims or (), log_probs, mask, strict=False)
+    if not trusted and not all(abs(claim - drawn) <= TOLERANCE for claim, drawn, policys in tokens if policys):
         raise ValueError("response_logprobs are not the engine's, which agent.trust_logprobs=false asks for.")
     rewards = [0.0] * len(ids)
     return Sample(prompt, ids, mask, log_probs, versions, rewards, turns), "max_tokens" if is_cut else reason

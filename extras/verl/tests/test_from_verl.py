@@ -234,7 +234,7 @@ SETTINGS = [
 @pytest.mark.parametrize(("given", "fate", "said"), SETTINGS, ids=[one for one, *_ in SETTINGS])
 def test_what_becomes_of_a_setting(given: str, fate: str, said: str):
     reading = settings(f"{PPO} {ROWS} {given}")
-    setting = next(setting for setting in reading.settings if setting.fate == fate and setting.given not in ROWS)
+    setting = next(setting for setting in reading.settings if setting.fate == fate and setting.original not in ROWS)
     assert said in f"{setting.now} {setting.reason}"
     kept = [said] if fate in (WORKS, RENAMED) else [given] if "val_only" in given else []
     assert reading.command == ["main.py", *ROWS.split(), *kept]
@@ -316,7 +316,7 @@ def test_a_script_of_a_checkout_names_a_yaml_in_it(above: bool, tmp_path: Path, 
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
     flags = [f"--config-path={config}", "--config-name=mine"]
     assert reading.command == ["main.py", *flags, "~data.no_such", *ROWS.split(), f"{key}={config}/tools.yaml"]
-    fates = {setting.given: setting.fate for setting in reading.settings}
+    fates = {setting.original: setting.fate for setting in reading.settings}
     assert fates["data.max_prompt_length=64"] == WORKS and fates["data.return_raw_chat=True"] == NO_EFFECT
     assert fates["data.no_such=1"] == MISSING
 
