@@ -80,15 +80,15 @@ def rollout_floor(shape: Shape, machine: Machine, prompts: list[int], samples: i
 
 
 def body_flops(shape: Shape, prompts: list[int], samples: int, responses: list[int]) -> float:
-    """Of the layers' forward: two per weight and token, four per channel of a query and key it sees. Nothing is
-    predicted from a response's last token, so it is not put in."""
+    """Counts the operations of the layers' forward: two per weight and token, four per channel of a query and key that
+    it sees. Nothing is predicted from a response's last token, so it is left out."""
     tokens = sum(prompts) + sum(responses) - len(responses)
     pairs = sum(length * (length + 1) / 2 for length in prompts) + seen_by_responses(prompts, samples, responses)
     return 2 * shape.body * tokens + 4 * shape.layers * shape.width * pairs
 
 
 def seen_by_responses(prompts: list[int], samples: int, responses: list[int]) -> float:
-    """Over all response tokens that are put in, the keys that each sees: its prompt's, those before it, its own."""
+    """Sums, over all response tokens in the forward, the keys that each sees: its prompt's, earlier ones, its own."""
     starts = [length for length in prompts for _ in range(samples)]
     return sum((length - 1) * (start + length / 2) for start, length in zip(starts, responses, strict=True))
 

@@ -147,7 +147,7 @@ def micro_batch(tokens: int) -> list[str]:
 
 
 def trl_micro_batch(workload: Workload, tokens: int) -> int:
-    """Responses a forward of TRL's, which holds all logits: as many as come to half of the `tokens`, and divide all."""
+    """Returns TRL's responses a forward, which holds all logits: half of the `tokens` at most, and a divisor of all."""
     most = tokens // (2 * workload.longest)
     return max(size for size in range(1, max(1, min(most, workload.rows)) + 1) if workload.rows % size == 0)
 
@@ -191,7 +191,7 @@ def pytest_output(arguments: list[str], deadline: float) -> str:
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
-    """With its model, which is made if it is not there."""
+    """Returns the workload of a command line, and makes its model if it is missing."""
     model = FOLDER / "models" / arguments.size
     if not model.is_dir():
         save_model(arguments.size, model, seed=0)

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 class Chain:
-    """Runs of one target, and the `seconds` that each of its kills took to be said."""
+    """Runs of one target, and the `seconds` until each of its kills was reported."""
 
     def __init__(self, root: Path, mode: str, target: str, times: int, seed: int) -> None:
         self.root, self.mode, self.target = root, mode, target

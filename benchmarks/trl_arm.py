@@ -70,7 +70,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Stepwise(TrainerCallback):
-    """Lets a step begin when the parent asks for it, and tells what it took."""
+    """Begins a step when the parent asks for it, and answers the time that it took."""
 
     def __init__(self, channel: Channel, workload: Workload, trainer: TimedTrainer) -> None:
         self.channel = channel

@@ -138,7 +138,7 @@ def build_environment() -> None:
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
-    """With its model, which is made if it is not there."""
+    """Returns the workload of a command line, and makes its model if it is missing."""
     model = FOLDER / "models" / (arguments.size if arguments.size == "135m" else f"{arguments.size}-{arguments.seed}")
     if not model.is_dir():
         make = [sys.executable, "-m", "benchmarks.models", arguments.size, str(model), str(arguments.seed)]
@@ -183,7 +183,7 @@ class Arm:
 
 
 def start_arms(workload: Workload, arguments: argparse.Namespace, running: ExitStack) -> dict[str, Arm]:
-    """One after the other, so that TRL's sweep has the machine to itself; `running` will close them."""
+    """Starts the arms one after the other, so that TRL's sweep has the machine to itself; `running` closes them."""
     words = {"ours": arguments.overrides, "trl": [str(arguments.trl_micro_batch)] if arguments.trl_micro_batch else []}
     arms = {}
     for name, python in (("ours", sys.executable), ("trl", TRL_PYTHON)):
@@ -220,7 +220,7 @@ def take_turns(
 
 
 def compare_updates(model: Path, files: dict[str, Path]) -> dict[str, Any]:
-    """Of the arms' first updates: cosine of the parameters' changes and of the gradients, and the gradients' norms."""
+    """Compares the arms' first updates: cosine of parameter changes and of gradients, and the gradients' norms."""
     before = load_file(model / "model.safetensors")
     trl, ours = (torch.load(files[name]) for name in ARMS)
     assert trl["weights"].keys() == ours["weights"].keys(), "the arms' parameters differ in name"
@@ -248,7 +248,7 @@ def difference_of(agreement: dict[str, Any]) -> str | None:
 
 
 def cosine(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
-    """Of two vectors that come in pieces."""
+    """Returns the cosine of two vectors that come in pieces."""
 
     def dot(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
         return sum(torch.dot(x.double().flatten(), y.double().flatten()).item() for x, y in zip(a, b, strict=True))

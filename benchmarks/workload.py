@@ -178,7 +178,7 @@ def settle() -> None:
 
 
 def cpu_seconds() -> float:
-    """Of all threads of this process, and of processes it started that have ended."""
+    """Returns the CPU seconds of all threads of this process, and of its child processes that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 

@@ -140,7 +140,7 @@ def read_file(run: RunRecord, name: str) -> bytes | None:
 
 
 def parse(content: bytes) -> Any:
-    """Parses JSON; None for what is none."""
+    """Parses JSON; returns None if it is not JSON."""
     with suppress(ValueError, RecursionError):
         return json.loads(content)
     return None
@@ -219,7 +219,7 @@ def find_samples(run: RunRecord, kind: str) -> list[SampleFile]:
 
 
 def state_of(run: RunRecord) -> str:
-    """Says how a run ended, or that it goes on: some process holds its lock."""
+    """Returns how a run ended, or that it is still running: then a process holds its lock."""
     state = "killed" if run.start else "ended"
     try:
         with (run.folder / LOCK).open("rb") as file:
@@ -233,7 +233,7 @@ def state_of(run: RunRecord) -> str:
 
 
 def sentences_on_gaps(run: RunRecord) -> list[str]:
-    """Names what a report would show and the run has not, besides broken files."""
+    """Names the parts of a report that the run has no data for, besides broken files."""
     gaps = []
     if not run.metrics:
         is_told = any(sentence.startswith(METRICS) for sentence in run.missing)

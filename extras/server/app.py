@@ -49,7 +49,7 @@ from extras.server.bodies import (
 )
 from workers.engine_pump import AsyncEngine, EngineError
 
-LOOK_SECONDS = 0.5  # between looks at whether a client that waits for a whole answer is still there
+LOOK_SECONDS = 0.5  # between checks whether a client that waits for a whole answer is still there
 CLIENT_GONE = 499  # nobody reads it
 MOST_OPEN = 8192  # choices of all requests together that wait or are generated
 RETRY_SECONDS = 5  # after which a request may come again for which there was no room
@@ -90,7 +90,7 @@ class Served:
 
 
 class HTTPProtocol(H11Protocol):
-    """HTTP whose clients have HEADER_SECONDS to say what they ask; h11 bounds the headers' length."""
+    """HTTP with HEADER_SECONDS for clients to send their headers; h11 bounds the headers' length."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -113,8 +113,8 @@ def http_server(served: Served, **settings: Any) -> uvicorn.Server:
 
 
 class Gate:
-    """Lets requests through to `app` whose key is right, with their body, of at most MOST_BYTES in BODY_SECONDS; the
-    choices that they have been admitted with, in their `scope`, are over when they are."""
+    """Passes requests with the right key on to `app`, with a body of at most MOST_BYTES in BODY_SECONDS. The choices
+    that a request was admitted with, in its `scope`, are released when it ends."""
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
         self.app, self.api_key, self.open = app, served.api_key, served.open
@@ -235,7 +235,7 @@ def completion_prompts(body: CompletionBody) -> Sequence[str | list[int]]:
 
 
 def chat_prompt(body: ChatBody) -> list[Message]:
-    """Returns the messages of the body as a prompt; raises HTTPException for what is none."""
+    """Returns the messages of the body as a prompt; raises HTTPException if they are not one."""
     try:
         messages = parse_prompt(body.messages)
         if strange := [each["role"] for each in messages if each["role"] not in ROLES]:  # a template writes it as it is
@@ -264,7 +264,7 @@ async def encode(served: Served, prompt: Prompt | list[int], for_template: Json)
 
 
 def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequence[int]) -> int:
-    """Returns the most tokens of the response to `prompt`; refuses what does not fit, or is no prompt."""
+    """Returns the most tokens of the response to `prompt`; refuses a prompt that does not fit or is empty."""
     if not prompt:
         raise HTTPException(400, "the prompt has no tokens: a response needs one to follow")
     if not 0 <= min(prompt) <= max(prompt) < served.vocab_size:
@@ -279,8 +279,8 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
 
 
 def check_engine(served: Served, body: CompletionBody | ChatBody) -> None:
-    """Refuses ignore_eos, unless the token ids that the model stops at are named too: all its responses stop there. And
-    an echo with log-probs, where the engine does not sample from the model of this process."""
+    """Refuses ignore_eos without the model's stop token ids, at which all responses stop, and an echo with log-probs if
+    the engine does not sample from the model of this process."""
     engine = served.pump.engine
     stops = {stop for stop in engine.stop_ids if stop < served.vocab_size}
     if body.ignore_eos and not stops.issubset(body.stop_token_ids or ()):

@@ -1,9 +1,9 @@
 """Requests and responses of an OpenAI-compatible API: bodies that are checked, the JSON that answers them, and the text
 of a response while its tokens come.
 
-Whatever a request may ask for has a bound, so that its failure is its own. Fields are those of api.openai.com, and of
-vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with ignore_eos. What this server does not do is
-refused unless it is left at the value that asks for nothing.
+Everything in a request has a bound, so that it can only fail by itself. Fields are those of api.openai.com, and of
+vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with ignore_eos. Fields that this server does not
+support are refused, unless they have the value that asks for nothing.
 """
 
 import inspect
@@ -307,7 +307,7 @@ class ResponseBuilder:
 
 
 def check_characters(body: Json) -> None:
-    """Raises ValueError if a text in there has half a character: JSON can spell it, no tokenizer reads it."""
+    """Raises ValueError if a text in `body` has half a character: JSON can spell it, but no tokenizer reads it."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -315,8 +315,8 @@ def check_characters(body: Json) -> None:
 
 
 def with_text(message: Json) -> Json:
-    """Returns a message as templates take it: contents as a string, "" where calls are all that is said, and arguments
-    of calls as they are, not as JSON ("" is none)."""
+    """Returns a message as templates take it: the content as a string, "" if there are only calls, and arguments of
+    calls as values, not as JSON ("" is none)."""
     has_content = "content" in message or message.get("tool_calls")
     changed = {"content": as_string(message.get("content", ""))} if has_content else {}
     if "tool_calls" in message:
@@ -350,7 +350,7 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 class TokenText:
     """Turns tokens into text piece by piece; the pieces joined are the text of all, up to the first stop string.
 
-    Special tokens have no text. What may yet become a stop string is held back until it is decided.
+    Special tokens have no text. Text that may become a stop string is held back until that is decided.
 
     Attributes:
         stopped: whether a stop string came; no token after that one belongs to the response.
@@ -364,7 +364,7 @@ class TokenText:
         self.pending = ""
 
     def push(self, token_id: int) -> str:
-        """Returns the text that is certain by one more token."""
+        """Takes one more token, and returns the text that is certain now."""
         self.ids.append(token_id)
         known, text = self._decode_window()
         if len(text) > len(known) and not text.endswith(BROKEN):

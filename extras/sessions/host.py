@@ -30,8 +30,8 @@ from extras.server.bodies import ChatBody, Json
 from extras.sessions.session import Session
 
 KEPT = 1 << 16  # bytes of the end of what a program writes
-LOOK_SECONDS = 0.02  # between two looks whether a program has ended
-READ_SECONDS = 1  # for its last words then
+LOOK_SECONDS = 0.02  # between two checks whether a program has ended
+READ_SECONDS = 1  # to read its last output then
 WARDEN = """
 import os, signal, sys
 groups = set()
@@ -68,7 +68,7 @@ class Host:
 
     @contextmanager
     def open(self, session: Session) -> Iterator[Json]:
-        """Serves a session until the end of the block; yields what a program is told of it."""
+        """Serves a session until the end of the block; yields the program's description of it."""
         key = secrets.token_urlsafe(16)
         self.sessions[key], base = session, f"http://127.0.0.1:{self.port}/s/{key}"
         try:
@@ -171,7 +171,7 @@ class Running:
             reader.cancel()
 
     def last_line(self) -> str:
-        """Returns the last that it wrote; raises RuntimeError if it failed."""
+        """Returns the last line of its output; raises RuntimeError if it failed."""
         if status := self.process.returncode:
             how = f"exit code {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
             raise RuntimeError(f"it ended with {how}; its last lines: {last_lines(self.errors, 3) or 'none'}")
@@ -203,7 +203,7 @@ def program_environment() -> dict[str, str]:
 
 
 async def keep_end(pipe: asyncio.StreamReader, buffer: bytearray) -> None:
-    """Reads all of a pipe, so that nobody waits for a full one, and keeps its end."""
+    """Reads all of a pipe, so that a full one blocks nobody, and keeps its end in `buffer`."""
     while piece := await pipe.read(KEPT):
         buffer += piece
         del buffer[:-KEPT]

@@ -1,7 +1,7 @@
 """Plays episodes by a program: a command, or a function, that asks the policy as a client of OpenAI's API.
 
-It is given its row and a base_url, and says its reward by a POST, its last line or its return value; if it says none,
-the run's reward scores the last row.
+It gets its row and a base_url, and returns its reward by a POST, its last line or its return value; without one, the
+run's reward scores the last row.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Program(Agent):
         finalize(self, end_all, self.started)
 
     async def play(self, host: Host, task: Json, session: Session) -> float | None:
-        """Plays an episode in the loop of `host`; returns the reward that it said, if any."""
+        """Plays an episode in the loop of `host`; returns the program's reward, if any."""
         if callable(self.cls):
             call = bind(self.cls, {**task, "row": task}, key=KEY)
             if asyncio.iscoroutinefunction(self.cls):
@@ -128,13 +128,13 @@ class ProgramEpisode(UsersEpisode):
         return self._rows(session, reward, failure)
 
     def _task(self) -> Json:
-        """Returns the row as a program is given it."""
+        """Returns the row in the form that a program gets."""
         row = {name: value for name, value in self.row.items() if not name.startswith("raw_prompt")}
         return {"messages": as_messages(self.row.get("raw_prompt")), **row}
 
     def _rows(self, session: Session, reward: float | None, failure: EpisodeFailed | None) -> list[Sample]:
-        """Returns the rows of an episode that is over; one whose program failed where its context was full has earned
-        what it posted, or nothing."""
+        """Returns the rows of an episode that is over. If its program failed because the context was full, the reward
+        is the posted one, or 0."""
         samples = [branch.sample for branch in session.rows] or [Sample(self.prompt_ids)]
         if session.aborted:
             failure = EpisodeFailed("aborted", session.aborted)
@@ -166,10 +166,10 @@ def end_all(started: list[Running]) -> None:
 
 
 def reward_in(output: Any, session: Session) -> float | None:
-    """Returns the reward that was posted, or else that in a last line or a returned value: a number, or reward in JSON.
+    """Returns the posted reward, or else the one in a last line or a returned value: a number, or `reward` in JSON.
 
     Raises:
-        ValueError, TypeError: it is no finite number.
+        ValueError, TypeError: it is not a finite number.
     """
     if session.reward.done():
         return session.reward.result()

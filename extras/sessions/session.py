@@ -1,9 +1,9 @@
-"""Answers the requests of one episode by the policy, and keeps of all that was said the rows that are trained on.
+"""Answers the requests of one episode by the policy, and keeps the conversation as the rows that are trained on.
 
-A request that begins with all that was said in a row goes on in that row: the policy reads the ids that it has sampled,
-and what the chat template writes behind them. One that leaves a row at an earlier answer begins a row of its own by the
-ids until there, and one whose history is another, by what it claims; of neither is that part learnt. The policy's are
-the tokens that `_draw` appends, as the engine returned them, and no others.
+A request that begins with all messages of a row continues that row: the policy reads the ids that it has sampled, and
+the chat template's text behind them. A request that leaves a row at an earlier answer begins a row of its own from the
+ids up to there, and one with another history begins from the history that it claims; neither beginning is trained on.
+Only the tokens that `_draw` appends, as the engine returned them, count as the policy's.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Branch:
         return [*self.sample.prompt_ids, *self.sample.token_ids]
 
     def last_end(self, keys: list[str]) -> End | None:
-        """Finds the last answer until which all messages are those of a request, which goes on behind it."""
+        """Finds the last answer up to which all messages agree with a request's; the request continues after it."""
         common = sum(takewhile(bool, map(eq, self.keys, keys)))
         return next((end for end in reversed(self.ends) if end.messages <= min(common, len(keys) - 1)), None)
 
@@ -110,7 +110,7 @@ class Session:
 
     @property
     def unproven_share(self) -> float:
-        """The share of all that requests say assistants said, in characters, that no answer of this session was."""
+        """Returns the share, in characters, of the requests' assistant messages that this session never answered."""
         return self.unproven / max(1, self.claimed)
 
     async def respond(self, body: ChatBody, request: Request) -> Response:
@@ -141,7 +141,7 @@ class Session:
 
     @contextmanager
     def stopped_clock(self) -> Iterator[None]:
-        """Counts the seconds of the block for nobody."""
+        """Leaves the seconds of the block out of the program's time."""
         self.own_seconds, self.waiting = self._spent(), self.waiting + 1
         try:
             yield
@@ -153,7 +153,7 @@ class Session:
         self.own_since = asyncio.get_running_loop().time()
 
     def _spent(self) -> float:
-        """Returns the seconds that the program has taken by itself."""
+        """Returns the seconds that the program itself has taken."""
         return self.own_seconds + (0 if self.waiting else asyncio.get_running_loop().time() - self.own_since)
 
     async def _answer(self, body: ChatBody, messages: list[Message]) -> tuple[ResponseBuilder, Part]:
@@ -203,7 +203,7 @@ class Session:
     async def _draw(
         self, branch: Branch, context: list[int], keys: list[str], body: ChatBody
     ) -> tuple[ResponseBuilder, Part]:
-        """Has the policy answer in a row behind `context`, which it reads, and adds both to the row."""
+        """Lets the policy read `context` in a row and answer it, and adds both to the row."""
         sample, tokenizer = branch.sample, self.speech.tokenizer
         room = self.limits.response - len(sample.token_ids) - len(context)
         prompt = [*branch.ids, *context]
@@ -236,7 +236,7 @@ class Session:
         return form, part
 
     async def _ask(self, work: Coroutine[Any, Any, Completion]) -> Completion:
-        """Returns what `work` does in the policy's event loop; raises EngineError where that is no answer."""
+        """Returns the result of `work` in the policy's event loop; raises EngineError if it is not an answer."""
         reply = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         try:
             with self.stopped_clock():
@@ -253,7 +253,7 @@ class Session:
 
 
 def key_of(message: Message) -> str:
-    """Returns what a message says: of an assistant the content and the calls, as clients add to it what they like."""
+    """Returns the key of a message: an assistant's content and calls only, as clients add other fields."""
     if message["role"] != "assistant":
         return json.dumps(message, sort_keys=True, ensure_ascii=False)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]

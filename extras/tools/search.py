@@ -17,7 +17,7 @@ def words_of(text: str) -> list[str]:
 
 
 class Index:
-    """BM25 scores of `documents` for queries; only documents that share a word with a query are looked at."""
+    """BM25 scores of `documents` for queries; documents that share no word with a query are skipped."""
 
     def __init__(self, documents: list[str]) -> None:
         counts = [Counter(words_of(document)) for document in documents]

@@ -37,7 +37,7 @@ NAMES = ("compute_score", "compute_reward")  # looked for without --name
 MOST_SHOWN, WIDTH = 40, 48  # rows of the table, characters of a text in it
 LOG_WIDTH = 160  # characters of a line in a file or a pipe
 MOST_ROWS = 16
-PAYS = 0.2  # of what the right answers earn; as much, and an answer pays
+PAYS = 0.2  # share of the right answers' score from which a cheap answer pays
 JUNK_CHARACTERS = 20_000
 FORMS = ("{}", "#### {}", r"\boxed{{}}", "Answer: {}", "The answer is {}.", "<answer>{}</answer>",
          r"<think>so</think><answer>{}</answer>", r"<think>so</think>\boxed{{}}")  # fmt: skip
@@ -50,7 +50,7 @@ BEFORE = "7, or maybe "  # before the form: shown and not warned of, as a policy
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of scoring a response: `status` ok, timeout or error, the words for the last two, and seconds."""
+    """The result of scoring a response: `status` ok, timeout or error, the `reason` of the last two, and seconds."""
 
     status: str
     score: float = math.nan
@@ -64,7 +64,7 @@ Score = Callable[[list[Row]], list[Outcome]]
 
 @dataclass(frozen=True)
 class Finding:
-    """The mean score of a kind of answer, and, if that is wrong, why; `example`: one such answer."""
+    """The mean score of a kind of answer and, if it is wrong, the warning; `example`: one such answer."""
 
     answer: str
     earned: float | None
@@ -113,7 +113,7 @@ def load_reward(path: str | None, name: str | None, config: ScoringConfig) -> Fu
 
 
 def read_views(data: str, needs_response: bool) -> list[Row]:
-    """Reads the rows of a file with the columns of a `reward_view`; one for each response of a list of them."""
+    """Reads the rows of a file with the columns of a `reward_view`; a list of responses gives a row for each."""
     rows, responses = [], []
     for origin, row in read_rows(data):
         row = with_labels(row, origin)
@@ -245,7 +245,7 @@ def distinct(rows: list[Row]) -> list[Row]:
 
 
 def forms_of(rows: list[Row]) -> list[str]:
-    """Lists forms that the responses of a file have: each that names its row's answer, with {} in its last place."""
+    """Lists the forms of a file's responses: each that contains its row's answer, with {} where it occurs last."""
     forms: dict[str, None] = {}
     for row in rows:
         truth, response = right_answer(row), row["responses"]
@@ -255,7 +255,7 @@ def forms_of(rows: list[Row]) -> list[str]:
 
 
 def best_form(rows: list[Row], score: Score, forms: list[str]) -> tuple[str, list[Outcome]]:
-    """Returns the form in which right answers earn most, and their outcomes; none if no right answer is known."""
+    """Returns the form in which right answers score highest, and their outcomes; none if no right answer is known."""
     known = [(row, text) for row in rows if (text := right_answer(row)) is not None]
     outcomes = score([row | {"responses": put(text, form)} for form in forms for row, text in known]) if known else []
     tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(forms)}
@@ -280,7 +280,7 @@ def right_answer(row: Row) -> str | None:
 
 
 def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
-    """Lists (kind, answer) for all that should not pay for `row`; constants that are right there are left out."""
+    """Lists (kind, answer) for all answers that should not pay in `row`; constants that are right are left out."""
     junk = "".join(random.Random(len(row["prompts"])).choices(string.printable, k=JUNK_CHARACTERS))
     answers = [
         ("empty text", ""),
@@ -316,7 +316,7 @@ def right_finding(outcomes: list[Outcome], least: float, form: str, forms: int) 
 
 
 def cheap_finding(kind: str, answers: list[tuple[str, Outcome]], least: float, most: float) -> Finding:
-    """`least` and `most`: the lowest score that was seen, and what right answers earn on average."""
+    """Judges the scores of one kind of answer; `least`: the lowest score of all, `most`: the right answers' mean."""
     if failure := next((pair for pair in answers if pair[1].status != "ok"), None):
         answer, outcome = failure
         return Finding(kind, None, f"cannot be scored: {outcome.status}: {outcome.reason}", answer)
