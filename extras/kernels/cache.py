@@ -1,9 +1,9 @@
 """The memory of the rows that are generating: their keys and values.
 
-The keys and values of a prompt are kept once, for all rows that answer it; each row's own are written in place and end
-at the column that is written next, so that rows which joined at different times step together. Rows leave by giving
-their place to the last one; prompts that join take the places of those that no row answers any more. Where all of this
-stands is known on the host, as no step may wait for the device to tell. Attention to such a cache is in decode.py.
+The keys and values of a prompt are stored once, for all rows that answer it; each row's own are written in place and
+end at the column that is written next, so that rows which joined at different times step together. When a row leaves,
+the last one takes its place; new prompts take the places of prompts that no row answers any more. The host knows all
+these places, as no step may wait for the device. Attention to such a cache is in decode.py.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class RowLayer(CacheLayerMixin):
     and `values` [places, heads, columns, d], whose first places are the rows of `cache`."""
 
     def __init__(self, cache: "RowCache", like: CacheLayerMixin) -> None:
-        """Without rows; its heads and their widths are those of `like`."""
+        """Makes a layer without rows, with the heads and widths of `like`."""
         super().__init__()
         self.cache = cache
         self.prompt_keys, self.prompt_values = like.keys[:0, :, :0], like.values[:0, :, :0]
@@ -36,7 +36,7 @@ class RowLayer(CacheLayerMixin):
         raise AssertionError("rows join by RowCache.join, before any forward")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes the new token's [b, heads, 1, d]. Returns all of the rows' own, [b, heads, width + 1, d]."""
+        """Writes the new tokens, [b, heads, 1, d]. Returns all of the rows' own tokens, [b, heads, width + 1, d]."""
         rows, end = len(key_states), self.cache.end
         self.keys[:rows, :, end] = key_states[:, :, 0]
         self.values[:rows, :, end] = value_states[:, :, 0]
@@ -53,7 +53,7 @@ class RowLayer(CacheLayerMixin):
         return -1
 
     def resize(self, places: int, columns: int) -> None:
-        """Memory of this size for own tokens, with what is in use from column 0 on."""
+        """Resizes the memory of the rows' own tokens; the columns in use then begin at 0."""
         rows, used = len(self.cache), slice(self.cache.first, self.cache.end)
         for name, old in (("keys", self.keys), ("values", self.values)):
             new = old.new_zeros(places, old.shape[1], columns, old.shape[3])
@@ -61,13 +61,13 @@ class RowLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def clear(self, rows: slice) -> None:
-        """Zeros in what is in use of these places: a masked column adds 0 times its value, and that of memory as it
-        comes may be NaN."""
+        """Writes zeros to the columns in use of these places: a masked column adds 0 times its value, and fresh memory
+        may hold NaN."""
         for memory in (self.keys, self.values):
             memory[rows, :, self.cache.first : self.cache.end] = 0
 
     def put_prompts(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Writes prompts, [n, heads, p, d], which the memory has to be wide enough for."""
+        """Writes prompts, [n, heads, p, d]; the memory must be wide enough."""
         for memory, new in ((self.prompt_keys, keys), (self.prompt_values, values)):
             memory[places, :, memory.shape[2] - new.shape[2] :] = new
 
@@ -88,7 +88,7 @@ class RowCache(Cache):
     """
 
     def __init__(self, prefilled: DynamicCache) -> None:
-        """Without rows; of the layers of `prefilled`."""
+        """Makes a cache without rows, with the layers of `prefilled`."""
         super().__init__(layers=[RowLayer(self, layer) for layer in prefilled.layers])
         self.device = prefilled.layers[0].keys.device
         self.max_tokens = 0  # that a row may get
@@ -101,8 +101,8 @@ class RowCache(Cache):
         return len(self.starts)
 
     def join(self, prefilled: DynamicCache, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
-        """n more rows of at most `max_tokens` own ones, which answer the prompts `source` [n] of `prefilled`; `lengths`
-        are those of its prompts."""
+        """Adds n rows of at most `max_tokens` own tokens, which answer the prompts `source` [n] of `prefilled`;
+        `lengths` are those of its prompts."""
         self.max_tokens = max(self.max_tokens, max_tokens)
         answered, new_places = np.unique(np.array(source), return_inverse=True)
         new_lengths = np.array(lengths)[answered]
@@ -122,7 +122,7 @@ class RowCache(Cache):
         self._set_rows(prompt_of_row, np.concatenate([self.starts, np.full_like(source, self.end)]))
 
     def leave(self, gone: Sequence[int]) -> list[int]:
-        """Ends the rows `gone` [n], ascending; the last fill the gaps. Returns the row now at each place."""
+        """Ends the rows `gone` [n], ascending; the last rows fill the gaps. Returns the row now at each place."""
         left, ended = len(self) - len(gone), set(gone)
         movers, gaps = [row for row in range(left, len(self)) if row not in ended], [row for row in gone if row < left]
         if gaps:
@@ -139,7 +139,7 @@ class RowCache(Cache):
         return order.tolist()
 
     def row_layers(self, place: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of what a row has read, its prompt and its own tokens: [tokens, heads, d] for each layer."""
+        """Returns a row's keys and values, of its prompt and its own tokens: [tokens, heads, d] for each layer."""
         prompt = int(self.prompt_of_row[place])
         of_prompt = slice(self.prompt_width - int(self.lengths[prompt]), None)
         of_row = slice(int(self.starts[place]), self.end)
@@ -152,18 +152,18 @@ class RowCache(Cache):
         ]
 
     def make_room(self) -> None:
-        """Has room for another token of each row."""
+        """Makes room for another token of each row."""
         if self.end == self.columns:
             self._resize(len(self))
         self._masks = {}
 
     def advance(self) -> None:
-        """Goes on by a token of each row, which every layer was given."""
+        """Counts one more token of each row, after every layer has stored it."""
         self.end += 1
         self.positions += 1
 
     def mask(self, window: int | None) -> Tensor | None:
-        """The keys that the next tokens attend to, [b, P + width + 1] bool: their prompts' columns, then their own.
+        """Returns the keys that the next tokens attend to, [b, P + width + 1] bool: prompts' columns, then the rows'.
 
         None: all of them. `window`: how far back they see, themselves included, if that is limited.
         """
@@ -207,7 +207,7 @@ class RowCache(Cache):
         return self.layers[0].keys.shape[2]
 
     def _resize(self, places: int) -> None:
-        """Room for the own tokens of `places` rows, and for up to BLOCK more of each."""
+        """Makes room for the own tokens of `places` rows, and for up to BLOCK more of each."""
         used = self.end - self.first
         for layer in self.layers:
             layer.resize(places, min(used + BLOCK, self.max_tokens))
@@ -234,9 +234,9 @@ class RowCache(Cache):
         self.positions = on_device((lengths + self.end - starts)[:, None], self.device)
 
     def _resize_prompts(self, more: int, width: int) -> None:
-        """Room for the prompts that are answered, and for `more` of this width; other prompts are forgotten.
+        """Makes room for the prompts that rows answer, and for `more` of this width; other prompts are dropped.
 
-        Where others join those that are answered, it grows by more than they need, as still others may follow.
+        If prompts join while others are answered, it grows by more than they need, as further ones may follow.
         """
         answered, prompt_of_row = np.unique(self.prompt_of_row, return_inverse=True)
         lengths = self.lengths[answered]

@@ -1,7 +1,7 @@
-"""Generates by the kernels: reads a prompt once for all its samples, and keeps what episodes have read between turns.
+"""Generates by the kernels: reads a prompt once for all its samples, and keeps episodes' keys and values between turns.
 
-The prompt of an episode's next turn begins with what the model has read in the turn before; what it shares with that,
-token for token, need not go through the model again.
+The prompt of an episode's next turn begins with the tokens of the turn before; the shared tokens need not go through
+the model again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ Layers = list[tuple[Tensor, Tensor]]  # keys and values by layer, [tokens, heads
 
 
 class LaidOut(RunningBatch):
-    """Rows whose module is set up for decoding meanwhile, its weights laid out for narrow products."""
+    """Rows whose module is set up for decoding while they run: its weights are laid out for narrow products."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,8 +51,8 @@ class LaidOutRows(LaidOut, SeparateRows):
 
 
 class SharedPrompts(LaidOut):
-    """Rows whose attention reads a prompt once for all that answer it; the cache knows of it. It keeps what episodes
-    have read between their turns."""
+    """Rows whose attention reads a prompt once for all rows that answer it, from a cache made for that. Keeps episodes'
+    keys and values between their turns."""
 
     COST = "nothing"
     cache: RowCache | None = None
@@ -91,8 +91,8 @@ class SharedPrompts(LaidOut):
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[DynamicCache, Tensor]:
         """Returns keys and values of d prompts, padded on the left, and the logits after them [d, V].
 
-        Each has as many tokens computed as the one with the most new ones: where others have padding, a prompt that
-        has begun has the last of its kept ones once more. So no row has holes.
+        Each prompt has as many tokens computed as the one with the most new tokens: where others have padding, a prompt
+        with kept tokens has the last of them computed again. So no row has holes.
         """
         begun = [self.begun[prompt] for prompt in prompts]
         ids, mask = pad_left(prompts, self.pad_token_id, self.module.device)
@@ -134,17 +134,17 @@ class CachedPrefix:
         return len(self.ids)
 
     def common_prefix(self, prompt: Sequence[int]) -> "CachedPrefix":
-        """Returns the tokens that `prompt` begins with; never all of it, as the logits after its last are needed."""
+        """Returns the tokens that `prompt` begins with, but never all, as the logits after its last are needed."""
         most = min(len(self), len(prompt) - 1)
         differs = (place for place in range(most) if self.ids[place] != prompt[place])
         return CachedPrefix(prompt[: next(differs, most)], self.layers)
 
 
 class TurnCache:
-    """Keeps what each episode that may go on has read; of more than `most_tokens` in all, the oldest go.
+    """Keeps the keys and values of episodes that may continue; beyond `most_tokens` in all, the oldest are dropped.
 
     Attributes:
-        episodes: that may go on, added by the engine: nothing is kept of others.
+        episodes: those that may continue, added by the engine; others are not kept.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -153,7 +153,7 @@ class TurnCache:
         self.turns: dict[int, CachedPrefix] = {}  # by episode, the oldest first
 
     def put(self, episode: int, turn: CachedPrefix) -> None:
-        """Keeps what an episode has read, unless it was forgotten meanwhile."""
+        """Keeps an episode's keys and values, unless the engine has forgotten the episode meanwhile."""
         if episode not in self.episodes:
             return
         self._pop(episode)
@@ -163,7 +163,7 @@ class TurnCache:
             self._pop(next(iter(self.turns)))
 
     def take(self, prompt: Sequence[int], episodes: Iterable[int | None]) -> CachedPrefix:
-        """Takes out what is kept of these episodes, and returns the longest beginning of `prompt` in it."""
+        """Takes out the kept turns of these episodes, and returns the longest beginning of `prompt` among them."""
         prefixes = [turn.common_prefix(prompt) for episode in episodes if (turn := self._pop(episode))]
         return max(prefixes, key=len, default=CachedPrefix())
 
@@ -179,8 +179,8 @@ class TurnCache:
 
 
 class PromptCache(DynamicCache):
-    """Whole prompts, in the precision that attention multiplies in: rotations leave float32, which autocast would make
-    of it again in every step."""
+    """Whole prompts, in the precision that attention multiplies in: rotations leave float32, which autocast would
+    convert again in every step."""
 
     def __init__(self) -> None:
         super().__init__()  # not told of sliding windows

@@ -28,7 +28,7 @@ from extras.kernels.token_head import score_tokens
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores, to_device
 
 NAME = "prefix_packed"
-OTHERS = ("softcap", "s_aux", "position_bias")  # what models have done to their scores, and is not done here
+OTHERS = ("softcap", "s_aux", "position_bias")  # changes to the scores that some models ask for, not supported here
 FLEX_BLOCK = 128  # tokens of a block of FlexAttention's mask
 NARROWEST_HEAD = 16  # of FlexAttention's kernels
 # Torch's own for heads of 128 in float32 take more shared memory than the 99 KiB of small cards; these fit up to 256.
@@ -221,12 +221,12 @@ def packed_attention(
 
 
 def layer_window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Finds how far back the attention layer `module` sees, itself included; None: as far as there is anything.
+    """Returns how far back the attention layer `module` sees, itself included; None: without limit.
 
     Reads it from `kwargs`, else from the layer's config: some layers leave their window to the mask.
 
     Raises:
-        ValueError: it attends in a way that is not known here.
+        ValueError: it attends in a way that is not supported here.
     """
     if others := [name for name in OTHERS if kwargs.get(name) is not None]:
         raise ValueError(f"its attention asks for {others[0]}")
@@ -241,7 +241,7 @@ def layer_window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
 
 
 def takes_flex(query: Tensor, value: Tensor) -> bool:
-    """Says whether FlexAttention has a kernel and a backward for these, on their device."""
+    """Returns whether FlexAttention has a kernel and a backward for these tensors, on their device."""
     return query.is_cuda and min(query.shape[-1], value.shape[-1]) >= NARROWEST_HEAD
 
 
@@ -311,7 +311,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Says whether the attention of `model` is the one above."""
+    """Returns whether the attention of `model` is the one above."""
     return model.config._attn_implementation == NAME
 
 

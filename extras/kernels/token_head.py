@@ -43,13 +43,13 @@ def score_tokens(
         weight, bias: the head's, [V, d] and [V]; as DTensors, spread by their rows over ranks that call this together.
         labels: [N] int64; one outside [0, V) scores NaN.
         softcap: Gemma 2's `final_logit_softcapping`.
-        tile_bytes, kept_bytes: for one tile, and for all that a backward finds again.
+        tile_bytes, kept_bytes: limits of one tile, and of all tiles kept for the backward.
 
     Returns:
         log_probs, entropy in nats and sum_pi_squared (without gradient), [N] each; None where not asked for.
     """
     mesh, first, vocabulary, device = None, 0, len(weight), hidden.device.type
-    if isinstance(weight, DTensor):  # from here on this rank's rows alone, and labels counted from the first of them
+    if isinstance(weight, DTensor):  # from here on only this rank's rows, and labels counted from the first of them
         mesh = weight.device_mesh
         first = mesh.get_local_rank() * -(-vocabulary // mesh.size())
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
@@ -98,8 +98,8 @@ def score_block(
 
 
 def join_softmaxes(parts: Tensor) -> Tensor:
-    """Makes of log-normalizer, entropy, Σπ² and the label's logit (0: it is elsewhere) in each of some parts of a
-    vocabulary those of all of them: [parts, 4, N] → [4, N]."""
+    """Joins log-normalizer, entropy, Σπ² and the label's logit (0: it is elsewhere) of the parts of a vocabulary into
+    those of the whole: [parts, 4, N] → [4, N]."""
     normalizers, entropies, squares, chosen = (parts[:, kind] for kind in range(4))
     normalizer = normalizers.logsumexp(0)
     log_share = normalizers - normalizer  # of a part, in a token's distribution

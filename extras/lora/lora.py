@@ -36,7 +36,7 @@ BEYOND = (  # settings of an adapter with which it is more than pairs of matrice
 
 
 def has_lora(model: PreTrainedModel) -> bool:
-    """Says whether `model` has LoRA's matrices, which alone are trained."""
+    """Returns whether `model` has LoRA's matrices; then only they are trained."""
     return model._hf_peft_config_loaded  # transformers' word for "has adapters"
 
 
@@ -61,7 +61,7 @@ def add_lora(model: PreTrainedModel, settings: ModelConfig) -> None:
 
 
 def adapter_config(settings: ModelConfig) -> "LoraConfig":
-    """Reads off what matrices there are to be, for peft; raises ValueError if the saved adapter is no plain LoRA, or of
+    """Returns peft's config of the matrices to add; raises ValueError if the saved adapter is not plain LoRA, or has
     another rank than `lora_rank`."""
     from peft import LoraConfig, PeftConfig
 
@@ -106,7 +106,7 @@ def unfit(model: PreTrainedModel, settings: ModelConfig, problem: str) -> Config
 @torch.no_grad()
 def reset_adapters(model: PreTrainedModel) -> None:
     """Draws LoRA's matrices as peft does, so that they have no effect yet, by the global generator's seed and their
-    names: the same ones however many workers hold them."""
+    names: the same values for any number of workers."""
     for name, weight in model.named_parameters():
         if is_lora(name):
             start, generator = torch.zeros(weight.shape), torch_generator(torch.initial_seed(), name)
@@ -119,7 +119,7 @@ def reset_adapters(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, settings: ModelConfig) -> None:
-    """Gives LoRA's matrices the numbers of those in `lora_adapter_path`; raises ValueError if they do not fit."""
+    """Loads LoRA's matrices from `lora_adapter_path`; raises ValueError if they do not fit."""
     from peft.utils import load_peft_weights
 
     path = find_path(settings.lora_adapter_path)
@@ -142,7 +142,7 @@ def load_adapter(model: PreTrainedModel, settings: ModelConfig) -> None:
 
 @contextmanager
 def without_lora(model: PreTrainedModel) -> Iterator[None]:
-    """Has `model` compute, for the block, what it did before LoRA's matrices were added."""
+    """Makes `model` compute, within the block, as it did before LoRA's matrices were added."""
     model.disable_adapters()
     try:
         yield
@@ -186,7 +186,7 @@ class Product(nn.Module):
 
 
 def lora_layers(model: PreTrainedModel) -> dict[str, tuple[Any, nn.Parameter]]:
-    """Maps the names of LoRA's layers to them, and to the weight that each adds to; none, where there is no LoRA."""
+    """Maps the names of LoRA's layers to (layer, the weight that it adds to); empty without LoRA."""
     if not has_lora(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -258,19 +258,19 @@ def matrices_of(layers: dict[str, tuple[Any, nn.Parameter]]) -> Iterator[tuple[s
 
 
 def largest_rank(model: PreTrainedModel) -> int:
-    """Returns the rank of LoRA's matrices in `model`; the largest, where it is not the same everywhere."""
+    """Returns the rank of LoRA's matrices in `model`; the largest, if ranks differ."""
     settings = model.peft_config[ADAPTER]
     return max(settings.r, *settings.rank_pattern.values(), 0)
 
 
 def is_lora(name: str) -> bool:
-    """Says whether a weight of this name is one of LoRA's matrices."""
+    """Returns whether a weight of this name is one of LoRA's matrices."""
     return ".lora_" in name
 
 
 def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of LoRA's matrices, as peft's files have them. Of several workers all have to go through
-    them."""
+    """Yields name and value of LoRA's matrices, as peft's files have them. With several workers, all have to iterate
+    over them."""
     for name, value in model.state_dict().items():
         if is_lora(name):
             yield saved_name(name), model.parallel.full(value)
@@ -282,8 +282,8 @@ def saved_name(name: str) -> str:
 
 
 def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """Writes `weights`, which are `adapter_weights`, with the settings of LoRA in `model`, for peft: to be used beside
-    its model, which is found from anywhere."""
+    """Writes `weights`, from `adapter_weights`, with the settings of LoRA in `model`, for peft: for use with the model,
+    whose path works from any folder."""
     settings = copy(model.peft_config[ADAPTER])
     base = find_path(settings.base_model_name_or_path or "")
     if settings.base_model_name_or_path and base.is_dir():  # else it is a hub's name

@@ -55,7 +55,7 @@ def merge(local_dir: Path, target_dir: Path) -> None:
 
 
 def read_ranks(folder: Path) -> dict[str, Tensor]:
-    """Reads the weights that the ranks of a run of verl's wrote: model_world_size_N_rank_i.pt."""
+    """Reads the weights that the ranks of a verl run wrote: model_world_size_N_rank_i.pt."""
     files = [*folder.glob("model_world_size_*_rank_*.pt")]
     size = max((int(path.stem.split("_")[3]) for path in files), default=1)
     states: list[dict[str, Tensor]] = []
@@ -89,7 +89,7 @@ def join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Merges by a command line."""
+    """Merges as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operation", choices=["merge"])
     parser.add_argument("--backend", choices=["fsdp", "megatron"], required=True)

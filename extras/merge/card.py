@@ -1,4 +1,4 @@
-"""Writes the card of an exported model, README.md, from what its run has left, and pushes the folder to the Hub."""
+"""Writes the card of an exported model, README.md, from the files of its run, and pushes the folder to the Hub."""
 
 import json
 import platform
@@ -22,7 +22,7 @@ LOGIN = "`hf auth login`, or HF_TOKEN, with a token that may write there"
 
 
 def write_card(local_dir: Path, target_dir: Path, name: str | None) -> None:
-    """Writes the README.md of the model in `target_dir`, merged from `local_dir`, of which verl's says less."""
+    """Writes the README.md of the model in `target_dir`, merged from `local_dir`; for a verl run it says less."""
     checkpoint = next((path for path in (local_dir, local_dir.parent) if (path / CONFIG_FILE).exists()), None)
     settings = settings_of(checkpoint / CONFIG_FILE) if checkpoint else {}
     step = int(checkpoint.name.rpartition("_")[2]) if checkpoint and checkpoint.name[-1:].isdigit() else None
@@ -56,7 +56,7 @@ def origin(base: str | None) -> dict[str, str]:
 
 
 def without_folders(value: Any) -> Any:
-    """Leaves of the names of files only the last part: a card may be public."""
+    """Keeps only the last part of file names: a card may be public."""
     names = value if isinstance(value, list) else [value]
     names = [name.rpartition("/")[2] if isinstance(name, str) else name for name in names]
     return ", ".join(map(str, names)) if isinstance(value, list) else names[0]
@@ -71,7 +71,7 @@ def validations(record: Path, last: int | None) -> list[tuple[int, dict[str, flo
 
 
 def versions(local_dir: Path) -> dict[str, str]:
-    """Returns the versions that the run was made with, by its run.json; those that are installed if there is none."""
+    """Returns the versions in the run's run.json; the installed ones if it has none."""
     for folder in local_dir.parents[:2]:
         if (path := folder / "run.json").exists():
             return json.loads(path.read_text())["starts"][-1]["versions"]
@@ -79,10 +79,10 @@ def versions(local_dir: Path) -> dict[str, str]:
 
 
 def push(folder: Path, name: str, private: bool) -> str:
-    """Uploads a folder as the model `name`, USER/NAME, which is made if it is not there; returns its address.
+    """Uploads a folder as the model `name`, USER/NAME, which is created if missing; returns its address.
 
     Raises:
-        ValueError: the Hub refuses, or is not reached.
+        ValueError: the Hub refuses, or cannot be reached.
     """
     try:
         address = HfApi().create_repo(name, private=private, exist_ok=True)

@@ -36,7 +36,7 @@ from workers.vllm_setup import vllm_process
 
 BACKEND = "shared_memory_or_nccl"  # what vLLM's weight_transfer_config calls the server's way to take weights
 BUCKET_BYTES = 512 << 20  # of weights that are handed over together
-LOOK_SECONDS = 10  # between two looks at a server that does not answer
+LOOK_SECONDS = 10  # between two health checks of a server that does not answer
 HOW_TO_START = (
     "`python -m extras.server model.path=… rollout.name=vllm server.takes_weights=true` starts one that takes them"
 )
@@ -48,7 +48,7 @@ def weight_transfer(settings: OpenAISettings) -> "WeightTransfer":
 
 
 def check_weight_transfer(settings: OpenAISettings, gpus: int) -> None:
-    """Raises ConfigError if weights are to go by NCCL and there is no GPU, or no vLLM; `gpus`: that a worker has."""
+    """Raises ConfigError if weights are to go by NCCL and there is no GPU, or no vLLM; `gpus`: those of a worker."""
     if settings.weight_transfer != "nccl":
         return
     missing = [] if gpus else ["a GPU for each worker, and this run has none (trainer.n_gpus_per_node)"]
@@ -94,10 +94,10 @@ class WeightTransfer(ABC):
             return runner.run(answer())
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Has the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; its caches are dropped.
+        """Makes the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; drops its caches.
 
-        Raises, with the server's words, ValueError if it refuses them, ServerError if they do not get there in time: it
-        is away, which may pass.
+        Raises, with the server's message, ValueError if it refuses them, ServerError (which may pass) if they do not
+        arrive in time.
         """
         try:
             self.hand_over(weights, version)
@@ -125,7 +125,7 @@ class WeightTransfer(ABC):
 
     @contextmanager
     def update(self, version: int) -> Iterator[None]:
-        """The server takes weights within the block; after it, it samples by them, and from no cache of old ones."""
+        """Lets the server take weights within the block; afterwards it samples by them, without old caches."""
         self.ask("POST", "/start_weight_update")
         yield
         self.ask("POST", "/finish_weight_update", {"weight_version": str(version)})
@@ -133,14 +133,14 @@ class WeightTransfer(ABC):
             raise ServerError("its cache of the old ones is still in use.")
 
     def close(self) -> None:  # noqa: B027  (files leave nothing open)
-        """Ends what `send` has left open."""
+        """Closes connections that `send` has left open."""
 
 
 class SharedMemory(WeightTransfer):
     """Files in memory that the trainer's and the server's processes share: one node."""
 
     def hand_over(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """All of the weights lie in shared memory until the server has them, and in this process one at a time."""
+        """Writes all weights to shared memory until the server has them; this process holds one at a time."""
         shared = self.settings.weights_folder
         try:
             with passing_folder(shared, "nano_verl_weights_") as folder:
@@ -159,9 +159,9 @@ class SharedMemory(WeightTransfer):
 class NCCL(WeightTransfer):
     """vLLM's own trainer engine: broadcasts from this process's GPU to those of all the server's workers.
 
-    It is made, and the group of GPUs with it, when the first weights are sent, a bucket at a time. What has not ended
-    after weights_timeout is given up: a collective whose peer is gone waits for ever, and so does the server's worker,
-    which must then be started anew.
+    The engine and its group of GPUs are made when the first weights are sent, a bucket at a time. A transfer that has
+    not ended after weights_timeout is given up: a collective whose peer is gone waits forever, and so does the server's
+    worker, which must then be restarted.
     """
 
     def __init__(self, settings: OpenAISettings) -> None:
@@ -170,7 +170,7 @@ class NCCL(WeightTransfer):
         self.engine: Any = None  # vLLM's TrainerWeightTransferEngine
 
     def hand_over(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        engine, self.engine = self.engine or self.connect(), None  # of no use any more if what follows fails
+        engine, self.engine = self.engine or self.connect(), None  # useless if the transfer fails
         with self.update(version):
             for bucket in buckets(weights):
                 self.bucket[:] = bucket
@@ -194,9 +194,9 @@ class NCCL(WeightTransfer):
             return self.in_time(partial(join, info), f"{workers} workers of the server were to join at {host}:{port}")
 
     def in_time(self, work: Callable[[], Any], meanwhile: str) -> Any:
-        """Returns the result of `work`, by a thread that is left behind if it is late, or if the server refuses.
+        """Returns the result of `work`, in a thread that is abandoned if it is late or the server refuses.
 
-        Raises ServerError for one of the two, or an error of NCCL's or of the connection.
+        Raises RequestRefused or ServerError as the server refuses, and ServerError if `work` is late or fails.
         """
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
@@ -221,7 +221,7 @@ class NCCL(WeightTransfer):
         return done.result()
 
     def close(self) -> None:
-        """Leaves the group of GPUs, so that the next trainer may have one with this server."""
+        """Leaves the group of GPUs, so that the next trainer can form one with this server."""
         if self.engine is not None:
             with suppress(RequestRefused, ServerError):  # it may be gone
                 self.ask("POST", "/shutdown_weight_transfer_engine")
@@ -246,10 +246,10 @@ class Client:
             raise
 
     def start_weight_update(self) -> None:
-        """Nothing: the engine would have an update for each bucket (WeightTransfer.update)."""
+        """Does nothing: the engine would start an update for each bucket (WeightTransfer.update)."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Nothing, as `start_weight_update`."""
+        """Does nothing, as `start_weight_update`."""
 
 
 class Meta(NamedTuple):
@@ -292,7 +292,7 @@ def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def passing_folder(place: str | PathLike, prefix: str) -> Iterator[Path]:
-    """Makes a folder in `place` for as long as the block lasts, and removes those that killed processes have left."""
+    """Makes a folder in `place` for the time of the block, and removes those that killed processes have left."""
     alone = fcntl.LOCK_EX | fcntl.LOCK_NB
     for left in Path(place).glob(f"{prefix}*"):
         with suppress(OSError), open_folder(left) as descriptor:
