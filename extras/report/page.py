@@ -36,7 +36,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
 
 @cache
 def page_parts() -> dict[str, str]:
-    """Returns what is the same in every page: styles, scripts, and the policy that lets run these scripts alone."""
+    """Returns the parts that all pages share: styles, scripts, and the policy that allows only these scripts."""
     library = vl_convert.javascript_bundle().replace("</script", "<\\/script").replace("<!--", "<\\!--")
     script = "".join((HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "samples.js", "page.js"))
     style = (HERE / "page.css").read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def embed(data: Any) -> str:
 
 
 def content_policy(scripts: Sequence[str]) -> str:
-    """Lets run these scripts and no other; Vega makes functions of text, which needs 'unsafe-eval'."""
+    """Returns the policy that allows only these scripts; Vega makes functions of text, which needs 'unsafe-eval'."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     kinds = "style-src 'unsafe-inline'; img-src data:"
@@ -66,7 +66,7 @@ def content_policy(scripts: Sequence[str]) -> str:
 
 
 def page_data(runs: Sequence[RunRecord], room: int | None = None) -> dict[str, Any]:
-    """Returns all that the page shows, in at most about `room` bytes of JSON: by default what LARGEST leaves them."""
+    """Returns the page's data, in at most about `room` bytes of JSON: by default what LARGEST leaves for them."""
     room = room or LARGEST - sum(map(len, page_parts().values())) - 10_000
     names = dict.fromkeys(name for run in runs for name in run.metrics)
     data = {

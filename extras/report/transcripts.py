@@ -1,8 +1,8 @@
 """Rollouts as records of JSON: texts for people, tokens with their numbers for programs.
 
 trainer.rollout_data_dir, trainer.validation_data_dir and a run's samples/ hold one JSON object a line, a record of a
-sample: an answer to a prompt, or a whole episode. It has texts to read, of an episode turn by turn (`turns`), and the
-tokens that were learnt from with the numbers of each (`rows`), which `read_episodes` gives back as they were.
+sample: an answer to a prompt, or a whole episode. It has texts to read, for an episode turn by turn (`turns`), and the
+trained tokens with the numbers of each (`rows`), which `read_episodes` returns unchanged.
 """
 
 import json
@@ -28,7 +28,7 @@ ABOUT = (
     "uid", "data_source", "reset_seed", "success", "end_reason", "failure", "__num_turns__", "tool_call_counts",
     "tool_failures", "tool_rewards", "turn_scores", "tool_extra_fields", "invalid_actions", "__messages__",
 )  # fmt: skip
-# Names that nothing which a reward returns may take.
+# Names that no field of a reward's result may take.
 OURS = frozenset((
     "step", "input", "output", "response", "gts", "score", *ABOUT, "extra_info", "weight_versions",
     "reward_extra_keys", "raw_prompt", "turns", "rows",

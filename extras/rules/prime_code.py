@@ -59,7 +59,7 @@ def compute_score(
     budget: float = BUDGET,
     anyway: bool = False,
 ) -> tuple[bool | float, list[dict[str, Any]] | None]:
-    """Returns whether the program passes every case, and what became of those that were run (None: no test cases).
+    """Returns whether the program passes every case, and the results of the cases that were run (None: no test cases).
 
     The program is the last python block, or the whole text. With `continuous` a program that fails gets the share of
     the first ten cases that it passes. Nothing is run after a case that takes too long, nor after `budget` seconds:
@@ -105,7 +105,7 @@ def run_case(
 
 
 def without_secret(output: str, secret: str) -> str | None:
-    """Returns what was written before `secret`; None: it was not, so that the last assert did not hold."""
+    """Returns the output before `secret`; None if it is missing, so that the last assert did not hold."""
     before, printed, _ = output.rpartition(secret)
     return before if printed else None
 
@@ -126,7 +126,7 @@ def as_lines(value: Any) -> str:
 
 
 def same_value(output: str, expected: Any) -> bool:
-    """Says whether the last line of `output` is the JSON of `expected`, or of the one element that it holds."""
+    """Returns whether the last line of `output` is the JSON of `expected`, or of its only element."""
     last = output.rstrip().rpartition("\n")[2].strip()
     if not last:  # the function did not return, not even None
         return False

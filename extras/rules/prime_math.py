@@ -91,7 +91,7 @@ def equal_part(answer: str, truth: str) -> bool:
 
 
 def unwrap(text: str) -> str:
-    r"""Unwraps a \text{…} that is all there is."""
+    r"""Unwraps a \text{…} that is the whole text."""
     match = re.fullmatch(r"\\text\{(.+?)\}", text.strip())
     return match[1] if match else text.strip()
 
@@ -122,7 +122,7 @@ def parts(text: str) -> list[str]:
 
 
 def equal_as_number(answer: str, truth: str, pi: float) -> bool:
-    """Grades B: equal letters, numbers within 0.01 % of the reference, a hundredth or a hundred times of it, or both
+    """Grades B: equal letters, a number within 0.01 % of the reference or of a hundredth or a hundred times it, or both
     element by element."""
     answer, truth = without_signs(answer), without_signs(truth)
     if answer.lower() == truth.lower():
@@ -147,7 +147,7 @@ def without_signs(text: str) -> str:
 
 
 def number(text: str, pi: float) -> float | None:
-    """Returns the number that `text` writes, or that times `pi`; None: it is none."""
+    """Returns the number that `text` spells, a multiple of π by the value `pi`; None if it is not a number."""
     text = text.replace(" ", "")
     if NUMBER.fullmatch(text):
         return float(text.replace(",", ""))

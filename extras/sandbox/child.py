@@ -1,9 +1,9 @@
 """The program of a sandbox's process: it sets fences, which nothing can take down again, and runs the policy's code,
 or becomes a user's command, which reaches one server and nothing else.
 
-run.py starts it by its path, as a script of the standard library alone. Each fence is tried; what the system has is
-reported through the pipe `ready`. The order matters: mounts need rights that are then given up, and the filter of
-system calls, the last, would refuse the calls that set the others.
+run.py starts it by its path, as a script of the standard library alone. It tries each fence, and reports the ones that
+the system has through the pipe `ready`. The order matters: mounts need rights that are then given up, and the filter of
+system calls, set last, would refuse the calls that set the others.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-COMPILE_ERROR = 65  # the exit status of a program that is none
-OPEN = "open"  # the first word of a sandbox that is
+COMPILE_ERROR = 65  # the exit status if the program does not compile
+OPEN = "open"  # the first word of an open sandbox
 MOST_FILES, MOST_THREADS, MOST_OPEN = 256, 64, 64
 MORE = 16  # times as many threads and open files for a command, which may play many tasks at once
 NAMESPACES, CAPABILITIES, LANDLOCK, SECCOMP = "namespaces", "no capabilities", "Landlock", "seccomp"
@@ -125,7 +125,7 @@ def run_sources(descriptor: int, lengths: list[int]) -> None:
 
 
 def is_closed(fences: list[str]) -> bool:
-    """Says whether no way out is known: neither to files, nor to other processes, nor to the network."""
+    """Returns whether no way out is known: neither to files, nor to other processes, nor to the network."""
     return SECCOMP in fences and (NAMESPACES in fences or LANDLOCK in fences)
 
 
@@ -179,14 +179,14 @@ def die_with_parent() -> None:
 
 
 def count_alone() -> None:
-    """Has the limit of processes hold for root, which it leaves out: the real user becomes one that nobody has, while
-    files are still root's by the effective one."""
+    """Makes the limit of processes hold for root, which is exempt: the real user becomes one that nobody has, while the
+    effective one still owns root's files."""
     if os.getuid() == 0:
         os.setresuid((1 << 30) + os.getpid(), 0, 0)
 
 
 def keep_user(ids: dict[str, int]) -> None:
-    """Makes this process the user and the group that it was; raises OSError where the system does not let it."""
+    """Keeps this process's user and group in its new namespace; raises OSError if the system does not allow it."""
     with open("/proc/self/setgroups", "w") as file:
         file.write("deny")
     for name, number in ids.items():
@@ -195,7 +195,7 @@ def keep_user(ids: dict[str, int]) -> None:
 
 
 def make_rest_read_only(folder: str, size_mb: int) -> None:
-    """Leaves nothing to write to but `folder`, which becomes an empty one in memory; raises OSError if it cannot."""
+    """Makes everything read-only but `folder`, which becomes an empty folder in memory; raises OSError if it cannot."""
     options = f"size={size_mb}m,nr_inodes={MOST_FILES},mode=700".encode()
     check_returned(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
     devices = [device.encode() for device in (*DEVICES, os.devnull) if os.path.exists(device)]
@@ -221,7 +221,7 @@ def check_returned(returned: int) -> int:
 
 
 def become_first_process(ready: int) -> None:
-    """Goes on as the first process of the new namespace, at whose end the kernel kills all others in it."""
+    """Continues as the first process of the new namespace; when it ends, the kernel kills all others in it."""
     child = os.fork()
     if child == 0:
         die_with_parent()
@@ -235,7 +235,7 @@ def become_first_process(ready: int) -> None:
 
 
 def set_limits(seconds: int, memory: int, size: int, more: int = 1) -> None:
-    """Limits computing, bytes of memory and bytes of a file, its output too, for good; threads and open files to `more`
+    """Limits CPU seconds, bytes of memory and bytes of a file or the output, for good; threads and open files to `more`
     times those of a small program."""
     for kind, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size),
@@ -258,7 +258,7 @@ def most_processes(count: int) -> int:
 
 def drop_capabilities() -> None:
     """Gives up all rights beyond the user's own, for good; raises OSError if it cannot."""
-    for capability in range(LAST_CAPABILITY + 1):  # those that there are, and may be
+    for capability in range(LAST_CAPABILITY + 1):  # those of today's kernels, and of later ones
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.prctl(PR_CAP_AMBIENT, AMBIENT_CLEAR_ALL, 0, 0, 0)
     check_returned(libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)))
@@ -266,7 +266,7 @@ def drop_capabilities() -> None:
 
 
 def restrict_files(more: tuple[str, ...], processes: bool, in_memory: bool) -> None:
-    """Leaves this folder to write to, if it is `in_memory` or for a shell: on a disk nobody would count the files.
+    """Allows writing to this folder only, if it is `in_memory` or for a shell: on a disk nobody would count the files.
     Python, its packages, the system's libraries and `more` can be read. Raises OSError without Landlock."""
     version = check_returned(libc.syscall(CREATE_RULESET, None, 0, VERSION_FLAG))
     every = (1 << RIGHTS[min(version, len(RIGHTS)) - 1]) - 1
@@ -295,8 +295,8 @@ def calls(table: str) -> list[int]:
 
 
 def filter_calls(refused: list[int], processes: bool, connects: bool) -> None:
-    """Has the kernel refuse the calls that lead out of here, to this process and all it starts; raises OSError if it
-    cannot."""
+    """Makes the kernel refuse the calls that lead out of the sandbox, to this process and all that it starts; raises
+    OSError if it cannot."""
     if os.uname().machine not in ARCHITECTURES or sys.maxsize < 1 << 32:
         raise OSError("no table of its calls")
     rules = make_filter(refused, processes, connects)
@@ -307,9 +307,9 @@ def filter_calls(refused: list[int], processes: bool, connects: bool) -> None:
 
 
 def make_filter(refused: list[int], processes: bool, connects: bool) -> list[Instruction]:
-    """Returns a program of the kernel's filter. Some calls it allows by an argument: threads, but no processes or only
-    those in the same namespaces; signals to this process alone; pairs of connected sockets. What `connects` has a
-    network and processes of its own, and may do with them as it likes."""
+    """Returns a program of the kernel's filter. It allows some calls by an argument: threads, but no processes or only
+    those in the same namespaces; signals to this process only; pairs of connected sockets. A command that `connects`
+    has a network and processes of its own, and may use them freely."""
     numbers = dict(zip(
         ("clone", "socket", "kill", "tgkill", "prlimit64", "socketpair", "fcntl", "ioctl", "prctl", "openat", "open"),
         calls("_ 56 220, _ 41 198, _ 62 129, _ 234 131, _ 302 261, _ 53 199, _ 72 25, _ 16 29, _ 157 167, _ 257 56, "
@@ -344,7 +344,7 @@ def make_filter(refused: list[int], processes: bool, connects: bool) -> list[Ins
 
 
 def argument_is(index: int, mask: int, values: Any, then: list[Instruction]) -> list[Instruction]:
-    """Returns instructions that go through `then` where the argument at `index`, masked, is one of `values`."""
+    """Returns instructions that run `then` if the argument at `index`, masked, is one of `values`."""
     jumps = [(EQUAL, len(values) - number, 0, value) for number, value in enumerate(values)]
     load = [(LOAD, 0, 0, 16 + 8 * index), (AND, 0, 0, mask & 0xFFFFFFFF)]
     return [*load, *jumps, (0x05, 0, 0, len(then)), *then]

@@ -1,11 +1,11 @@
 """A sandbox for Python that a policy writes: a process of its own, with limits and fences that the kernel keeps.
 
-Limits hold everywhere: of time, memory, threads, files and output. Fences are what the system has of: namespaces (no
-network, no process of others, nothing to write to but a folder in memory), no rights of root, Landlock (nothing to
-write to but that folder, nothing to read but Python and the system's libraries, no signals), and a filter of system
-calls (no processes, sockets, signals, mounts). With the filter and one of namespaces and Landlock it is closed.
-Otherwise no program is run, unless that is asked for: then a hook refuses what it does by mistake. `run_python` is the
-door; child.py sets the fences.
+Limits of time, memory, threads, files and output hold everywhere. Fences depend on the system: namespaces (no network,
+no process of others, nothing to write to but a folder in memory), no rights of root, Landlock (nothing to write to but
+that folder, nothing to read but Python and the system's libraries, no signals), and a filter of system calls (no
+processes, sockets, signals, mounts). With the filter, and namespaces or Landlock, the sandbox is closed. Otherwise no
+program is run, unless the caller asks for it: then a hook refuses only mistakes. `run_python` is the entry point;
+child.py sets the fences.
 """
 
 import json
@@ -36,8 +36,8 @@ GRACE_SECONDS = 1  # of computing, for Python's own start
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a program: its exit status (below 0: a signal's; None: it took too long), what it wrote, and the
-    fences that held it."""
+    """The end of a program: its exit status (below 0: a signal's; None: it took too long), its output and errors, and
+    the fences that held it."""
 
     status: int | None
     output: str
@@ -99,14 +99,14 @@ def words_of_child(readable: Sequence[str | Path], *more: object) -> list[str]:
 
 
 def surroundings(folder: str) -> dict[str, Any]:
-    """Returns where a process is started: in a folder of its own, with no variable of yours, and in a group of its own,
-    to be killed as one."""
+    """Returns the arguments that start a process in `folder`, without your variables, and in a group of its own, to be
+    killed as one."""
     variables = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     return {"cwd": folder, "env": variables, "start_new_session": True}
 
 
 class FencedCommand:
-    """A command that is to be started in the sandbox, where the port of a server is all of the network.
+    """A command for the sandbox, where the network is only the port of one server.
 
     Its working directory is this process's, which it may read, and it writes to HOME and TMPDIR, a folder in memory.
 
@@ -127,10 +127,10 @@ class FencedCommand:
         self.arguments["env"] |= {"PATH": path, **temporary, **variables}
 
     def listener(self) -> socket.socket:
-        """Waits until the command begins; returns the socket at which it is to be served.
+        """Waits until the command begins; returns the socket at which to serve it.
 
         Raises:
-            RuntimeError: it was not begun, as this system lacks a fence.
+            RuntimeError: it did not begin, as this system lacks a fence.
         """
         self.ready.close()
         self.channel.settimeout(START_SECONDS)
@@ -145,8 +145,8 @@ class FencedCommand:
 
 
 def readable_by(words: Sequence[str], path: str) -> list[str]:
-    """Returns what a command may read beside Python and the system's libraries: its own installation, the files that it
-    names, and the working directory."""
+    """Lists the paths that a command may read beside Python and the system's libraries: its own installation, the files
+    that it names, and the working directory."""
     program = Path(shutil.which(words[0], path=path) or words[0]).absolute()
     homes = [place.parent.parent if place.parent.name == "bin" else place for place in (program, program.resolve())]
     return [*map(str, homes), *filter(os.path.exists, words[1:]), *OF_CLIENTS, os.getcwd()]
@@ -168,7 +168,7 @@ def run_shell(
     readable: Sequence[Path],
     seconds: float,
 ) -> tuple[list[Call], Finished]:
-    """Runs a shell script in the sandbox, among commands that only note how they were called: none of them is run.
+    """Runs a shell script in the sandbox, where commands only record how they are called: none of them is run.
 
     `words` are its name and arguments. It finds what is in `cwd` and in the user's home, and may write beside it.
     """
@@ -218,7 +218,7 @@ def wait_for_end(process: subprocess.Popen, started: int, seconds: float) -> tup
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """Makes a folder, which is removed, however deep a program has nested others in it."""
+    """Makes a folder, and removes it afterwards, however deep a program has nested others in it."""
     folder = tempfile.mkdtemp(prefix="sandbox-")
     try:
         yield folder
@@ -260,7 +260,7 @@ def check_fences(sandbox: str = "closed", key: str = "reward.sandbox") -> str:
     """Returns a line that says which fences hold.
 
     Raises:
-        ConfigError: they are fewer than `sandbox` asks for, the value of `key`.
+        ConfigError: they are fewer than `sandbox`, the value of `key`, requires.
     """
     present, problem = fences(), lacking(fences())
     if child.is_closed(present):
@@ -273,7 +273,7 @@ def check_fences(sandbox: str = "closed", key: str = "reward.sandbox") -> str:
 
 
 def check_command_fences(key: str) -> None:
-    """Raises ConfigError, which names `key`, where this system cannot fence a FencedCommand."""
+    """Raises ConfigError, which names `key`, if this system cannot fence a FencedCommand."""
     if not {child.NAMESPACES, child.SECCOMP} <= {*fences()}:
         raise ConfigError(f"{key}=true: {lacking(fences())} A command takes {child.NAMESPACES}.", key)
 

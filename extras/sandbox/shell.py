@@ -1,9 +1,9 @@
-"""The program that runs a shell script in the sandbox, among commands that only write down how they were called.
+"""The program that runs a shell script in the sandbox, where commands only record how they are called.
 
 `run_shell` of this folder hands it to `run_python`, with a JSON of the arguments of `become_shell` on stdin. Its output
 is a record of each call: how many words and the words, how many exported variables and these as NAME=value, all ended
-by NUL; the first holds this folder. What the script itself says goes to stderr. Its working directory and HOME are
-folders here whose entries are links, so that it can write to a log.
+by NUL; the first holds this folder. The script's own output goes to stderr. Its working directory and HOME are folders
+in this one whose entries are links, so that it can write to a log.
 """
 
 import json

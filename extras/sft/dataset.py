@@ -1,8 +1,8 @@
 """Prompt/response rows and whole conversations for supervised training.
 
-A chat template with generation markers says itself which tokens are learnt. With any other, and for other roles, the
-conversation is gone through as in an episode: an answer is the tokens of its text and its end, so that the model learns
-what it will be asked for.
+A chat template with generation markers decides which tokens are learnt. With any other template, and for other roles,
+the conversation is encoded as in an episode: an answer is the tokens of its text and its end, so that the model learns
+the tokens that it will have to produce.
 """
 
 import json
@@ -28,7 +28,7 @@ from data.rows import BadRow, BadRows, Origin, check_is_text, files_key, print_r
 from data.types import Message, Sample
 from extras.sft.settings import SFTDataConfig
 
-LEARNT = "learnt-0417"  # stands for what is learnt in a text, and then tells where it is
+LEARNT = "learnt-0417"  # placeholder for a learnt content, to find its place in the rendered text
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -124,7 +124,7 @@ class SFTDataset(Dataset):
         return sample
 
     def _prompt(self, row: dict[str, Any]) -> Any:
-        """Returns the prompt column, or what in it data.prompt_dict_keys lead to: a text there is a user's message."""
+        """Returns the prompt column, or its entry at data.prompt_dict_keys: a text there is a user's message."""
         keys = self.config.prompt_dict_keys
         prompt = within(row.get(self.config.prompt_key), keys)
         return as_messages(prompt) if keys and isinstance(prompt, str) else prompt
@@ -132,7 +132,7 @@ class SFTDataset(Dataset):
 
 def fit_sample(sample: Sample, config: SFTDataConfig, origin: Origin | str) -> Sample:
     """Cuts a row to data.max_length: `left` from the prompt's start, `right` from the response's end; raises ValueError
-    for data.truncation=error, or where nothing would be left."""
+    for data.truncation=error, or if nothing would be left."""
     prompt_ids, response_ids = sample.prompt_ids, sample.token_ids
     excess = len(prompt_ids) + len(response_ids) - config.max_length
     if excess <= 0:
@@ -212,7 +212,7 @@ def create_sft_dataset(
     end_id: int,
     max_samples: int = -1,
 ) -> "SFTDataset | TokenRows":
-    """Reads the rows of `data_files` by the class data.custom_cls, which is given what its constructor names."""
+    """Reads the rows of `data_files` by the class data.custom_cls, called with the arguments that it names."""
     chosen = config.custom_cls
     if chosen.path is None:
         return SFTDataset(data_files, tokenizer, config, end_id, max_samples)
@@ -224,7 +224,7 @@ def create_sft_dataset(
 
 
 def within(value: Any, keys: str | list[str] | None) -> Any:
-    """Returns what the `keys`, one after the other, lead to in nested dicts; None if one is not there."""
+    """Returns the value under the `keys`, one after the other, in nested dicts; None if one is missing."""
     for key in [keys] if isinstance(keys, str) else keys or []:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -241,8 +241,8 @@ class ConversationFormat:
     """Encodes conversations as samples whose policy tokens are the ones to learn.
 
     Args:
-        config: whose messages are learnt, and how the template is called.
-        end_id: what the model is to end an answer with.
+        config: the roles whose messages are learnt, and the template's arguments.
+        end_id: the token that ends an answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, end_id: int) -> None:
@@ -274,7 +274,7 @@ class ConversationFormat:
         return self.formats[key]
 
     def mask_from_template(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterable[Part]:
-        """Splits a conversation by the template's generation markers, of which each has one answer inside."""
+        """Splits a conversation by the template's generation markers, each around one answer."""
         encoded = self.tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **chat.template_kwargs
         )
@@ -328,7 +328,7 @@ class ConversationFormat:
     def mask_of_messages(
         self, messages: list[Message], learnt: list[bool], chat: ChatFormat, first: bool
     ) -> Iterator[Part]:
-        """Splits messages that are no answers: the contents of some are learnt, with the token that ends each."""
+        """Splits messages other than answers: the contents of some are learnt, with the token that ends each."""
         contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, flag in enumerate(learnt) if flag}
         keys = iter(contents)
         marked = [each | {"content": next(keys)} if flag else each for each, flag in zip(messages, learnt, strict=True)]
@@ -346,7 +346,7 @@ class ConversationFormat:
             opens = first and place == 0 and self.tokenizer.chat_template is None  # a template writes its own
             ids = self.tokenizer.encode(written.get(piece, piece), add_special_tokens=opens)
             end = chat.end_of_turn(ids) if piece not in written and (place or not first) else 0
-            if place:  # else it is the end of the answer before, which has it
+            if place:  # otherwise it ends the answer before, which already has it
                 yield Part(ids[:end], True)
             yield Part(ids[end:], piece in written)
 

@@ -68,7 +68,7 @@ class MultiTurnSFTDataset(Dataset):
         self._read_files_and_process()
 
     def _download(self) -> None:
-        """Brings the files here, and writes their paths over `parquet_files`."""
+        """Fetches the files, and replaces `parquet_files` by their local paths."""
 
     def _read_files_and_process(self) -> None:
         rows = read_rows(self.parquet_files)[: self.max_samples if self.max_samples > 0 else None]
