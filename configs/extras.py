@@ -164,6 +164,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     ),
     "rollout_correction": ("algorithm.rollout_correction",),
     "pf_ppo": ("algorithm.use_pf_ppo", "algorithm.pf_ppo"),
+    "algorithms": (
+        *("policy_loss.clip_cov_", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef", "policy_loss.dro_beta"),
+        *("actor.tau_", "algorithm.gdpo_reward_"),
+    ),
     "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
     "overlap": (
         *("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n_workers_per_node", "rollout.pool_roles"),

@@ -176,21 +176,9 @@ class TrainFSDPConfig(section("sharding", "TrainSettings"), FSDPConfig):
 
 
 @dataclass
-class PolicyLossConfig(Frozen):
+class PolicyLossConfig(section("algorithms", "LossSettings")):
     loss_mode: str = setting("vanilla", "Name in the registry of policy losses.")
-    clip_cov_ratio: float = setting(0.0002, "Share of the tokens that clip_cov leaves out.", gt=0, le=1)
-    clip_cov_lb: float = setting(1.0, "Smallest covariance of tokens that clip_cov leaves out.")
-    clip_cov_ub: float = setting(5.0, "Largest covariance of tokens that clip_cov leaves out.")
-    kl_cov_ratio: float = setting(0.0002, "Share of the tokens that kl_cov holds back.", gt=0, le=1)
-    ppo_kl_coef: float = setting(0.1, "Weight of |log ratio| at the tokens that kl_cov holds back.", ge=0)
-    dro_beta: float | None = setting(None, "Weight of the squared log-ratio in dro, which needs it.", gt=0)
     kwargs: dict[str, Any] = setting({}, "Arguments of your own loss, by name.")
-
-    def check(self, config: Any, key: str) -> None:
-        if self.loss_mode == "dro" and self.dro_beta is None:
-            raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, e.g. 0.05.")
-        if self.clip_cov_lb >= self.clip_cov_ub:
-            raise ConfigError(f"{key}.clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}.")
 
 
 @dataclass
@@ -216,7 +204,7 @@ class LayoutConfig(Frozen):
 
 
 @dataclass
-class ActorConfig(section("sharding", "ActorSettings"), LayoutConfig):
+class ActorConfig(section("sharding", "ActorSettings"), section("algorithms", "ActorSettings"), LayoutConfig):
     ppo_mini_batch_size: int | None = setting(None, "Prompts per optimiser step; null: all, on-policy.", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Sequences per forward pass; null: as tokens allow.", ge=1)
     use_dynamic_bsz: bool | None = setting(None, "Cut passes by tokens; null: unless a number of sequences is set.")
@@ -227,8 +215,6 @@ class ActorConfig(section("sharding", "ActorSettings"), LayoutConfig):
     clip_ratio_low: float | None = setting(None, "Lower ε; null: clip_ratio.", ge=0)
     clip_ratio_high: float | None = setting(None, "Upper ε; null: clip_ratio.", ge=0)
     clip_ratio_c: float = setting(3.0, "Dual-clip bound where advantages are negative; dppo: the largest ratio.", gt=1)
-    tau_pos: float = setting(1.0, "How soon sapo's gradient fades off policy where the advantage is positive.", gt=0)
-    tau_neg: float = setting(1.05, "How soon sapo's gradient fades where the advantage is not positive.", gt=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Which policy loss.")
     loss_agg_mode: str = setting("token-mean", "How token losses become one number.", choices=AGGREGATION_MODES)
     loss_scale_factor: float | None = setting(None, "Divisor of seq-mean-token-sum-norm; null: the width R.", gt=0)
@@ -523,7 +509,7 @@ class FilterGroupsConfig(Frozen):
 
 
 @dataclass
-class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), Open):
+class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), section("algorithms"), Open):
     keeps = "adv_estimator_kwargs"
 
     adv_estimator: str = setting("gae", "Name in the registry of advantage estimators.")
@@ -534,8 +520,6 @@ class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), Open):
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
     kl_penalty: str = setting("kl", "Estimator of the KL in the reward.", choices=KL_KINDS)
     kl_ctrl: KLControlConfig = group(KLControlConfig, "Coefficient of the KL in the reward.")
-    gdpo_reward_keys: list[str] | None = setting(None, "For gdpo: numbers beside the score, normalised one by one.")
-    gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: the weights of those numbers; null: 1 each.")
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
 
 

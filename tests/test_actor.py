@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.extras import present
 from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, OptimConfig, PolicyLossConfig
 from data.protocol import DataProto
 from data.seeding import seed_everything
@@ -31,7 +32,6 @@ from tests.batches import (
 )
 from tests.runs import compose, needs_algorithms, short_run
 from training.core_algos import (
-    POLICY_LOSS_REGISTRY,
     agg_loss,
     get_policy_loss,
     get_policy_loss_fn,
@@ -220,13 +220,14 @@ def test_sum_pi_squared_is_that_of_the_distribution_sampled_from(policy: PreTrai
 
 # Losses over the whole mini-batch
 
+SHIPPED = ["vanilla", *present("policy_loss")]
 OVER_ALL = {
     name: PolicyLossConfig(loss_mode=name, **settings)
     for name, settings in {
         "kl_cov": {"kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0},
         "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": -1e9, "clip_cov_ub": 1e9},
     }.items()
-    if name in POLICY_LOSS_REGISTRY
+    if name in SHIPPED
 }
 
 
@@ -314,7 +315,7 @@ def test_a_mini_batch_without_a_token_is_no_gradient(policy: PreTrainedModel, na
 # Work not done
 
 
-@pytest.mark.parametrize("name", sorted(name for name, loss in POLICY_LOSS_REGISTRY.items() if loss.silent_at_zero))
+@pytest.mark.parametrize("name", [loss for loss in SHIPPED if get_policy_loss(loss).silent_at_zero])
 def test_rows_without_advantage_cost_no_forward_and_the_step_is_the_same(policy: PreTrainedModel, name: str):
     """The parameters after the step too: momentum and weight decay act as if the whole batch had gone through."""
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name), optim=OptimConfig(lr=1e-2, weight_decay=0.1))

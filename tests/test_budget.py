@@ -33,7 +33,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_212,
+    "core lines": 18_200,
     "core files": 82,
     "product lines": 38_400,
     "scripts and benchmarks": 3_400,
@@ -42,7 +42,7 @@ CEILINGS = {
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 37,
+    "modules under 60 lines": 38,
     "modules with one importer": 46,
     "settings": 297,
     "file names in two folders": 12,

@@ -382,8 +382,6 @@ REFUSED_ALGORITHMS = [
         [f"{SHAPING}.max_resp_len=8", f"{SHAPING}.overlong_buffer_cfg={{enable: true, len: 9}}"],
         "overlong_buffer_cfg.len=9 is above reward.reward_kwargs.max_resp_len=8: lower it, or null",
     ),
-    ([f"{LOSS}.loss_mode=dro"], "loss_mode=dro needs .*dro_beta"),
-    ([f"{LOSS}.loss_mode=clip_cov", f"{LOSS}.clip_cov_lb=5"], "clip_cov_lb=5.0 must be below .*clip_cov_ub=5.0"),
     (["algorithm.adv_estimator_kwargs={epsilom: 1}"], r"grpo takes no argument \['epsilom'\]: its kwargs are"),
     ([f"{LOSS}.kwargs={{a: 1, b: 2}}"], r"loss_mode=vanilla takes no argument \['a', 'b'\]: its kwargs are"),
 ]

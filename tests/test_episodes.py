@@ -42,7 +42,8 @@ def by_token(batch: DataProto, column: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", [member.value for member in AdvantageEstimator])
 def test_transcript_and_turns_give_the_same_advantages(name, seed):
     transcript, turns = both(seed)
-    config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, gdpo_reward_keys=DIMENSIONS)
+    rewards = {"gdpo_reward_keys": DIMENSIONS} if name == "gdpo" else {}
+    config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, **rewards)
     for batch in (transcript, turns):
         batch.batch["reward_baselines"] = torch.full((len(batch),), 0.25)
     whole, cut = (Estimator(config)(batch) for batch in (transcript, turns))

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -33,8 +33,14 @@ EVERY = [*LOSSES, "reinforce"]
 NO_CHOICE = {"clip_cov": {"clip_cov_lb": 1e9, "clip_cov_ub": 2e9}, "kl_cov": {"ppo_kl_coef": 0.0}}
 
 
+def those_of(section, settings):
+    """A section by its own of these settings: not those of an extra that was removed."""
+    return section(**{item.name: settings[item.name] for item in fields(section) if item.name in settings})
+
+
 def actor_config(policy_loss=None, **actor):
-    return ActorConfig(policy_loss=PolicyLossConfig(**{"dro_beta": 0.4, **(policy_loss or {})}), **actor)
+    policy_loss = those_of(PolicyLossConfig, {"dro_beta": 0.4, **(policy_loss or {})})
+    return those_of(ActorConfig, {"policy_loss": policy_loss, **actor})
 
 
 def as_losses_get_it(config, counts=None, rollout_correction=None):

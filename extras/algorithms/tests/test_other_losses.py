@@ -9,10 +9,13 @@ import math
 import pytest
 import torch
 
+from configs.checks import check_config
+from configs.errors import ConfigError
 from configs.extras import TABLE
 from extras.algorithms.policy_losses import LOSSES
 from tests import test_policy_losses as rules
 from tests.batches import close
+from tests.runs import compose
 from tests.test_policy_losses import ANCHOR, CLIPFRAC, KL, LOWER, Batch, actor_config
 
 
@@ -59,6 +62,18 @@ def test_geo_mean_bears_an_importance_weight_of_zero():
     close(loss, (row_losses[0] + 1e-10 ** (2 / 4) * row_losses[1]) / 2)
     close(gradient[0], ANCHOR.run("geo_mean")[2][0])
     close(gradient[1], 1e-5 * ANCHOR.run("geo_mean")[2][1], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss_mode=dro", r"policy_loss\.loss_mode=dro needs actor_rollout_ref\.actor\.policy_loss\.dro_beta"),
+        ("clip_cov_lb=5", r"policy_loss\.clip_cov_lb=5\.0 must be below clip_cov_ub=5\.0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_start_up(override, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(compose(f"actor_rollout_ref.actor.policy_loss.{override}"))
 
 
 def test_the_table_names_each():

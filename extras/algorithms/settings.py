@@ -1,0 +1,36 @@
+"""The settings that only estimators and policy losses of this folder read, under verl's names."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from configs.errors import ConfigError
+from configs.settings import Frozen, setting
+
+
+@dataclass
+class Settings(Frozen):
+    gdpo_reward_keys: list[str] | None = setting(None, "For gdpo: numbers beside the score, normalised one by one.")
+    gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: the weights of those numbers; null: 1 each.")
+
+
+@dataclass
+class ActorSettings(Frozen):
+    tau_pos: float = setting(1.0, "How soon sapo's gradient fades off policy where the advantage is positive.", gt=0)
+    tau_neg: float = setting(1.05, "How soon sapo's gradient fades where the advantage is not positive.", gt=0)
+
+
+@dataclass
+class LossSettings(Frozen):
+    clip_cov_ratio: float = setting(0.0002, "Share of the tokens that clip_cov leaves out.", gt=0, le=1)
+    clip_cov_lb: float = setting(1.0, "Smallest covariance of tokens that clip_cov leaves out.")
+    clip_cov_ub: float = setting(5.0, "Largest covariance of tokens that clip_cov leaves out.")
+    kl_cov_ratio: float = setting(0.0002, "Share of the tokens that kl_cov holds back.", gt=0, le=1)
+    ppo_kl_coef: float = setting(0.1, "Weight of |log ratio| at the tokens that kl_cov holds back.", ge=0)
+    dro_beta: float | None = setting(None, "Weight of the squared log-ratio in dro, which needs it.", gt=0)
+
+    def check(self, config: Any, key: str) -> None:
+        super().check(config, key)
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, e.g. 0.05.")
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ConfigError(f"{key}.clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}.")
