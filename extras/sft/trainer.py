@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import refusals, users_line_noted
-from configs.extras import find
+from configs.extras import check_present, find
 from configs.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -41,6 +41,8 @@ from training.run import Metrics, Run
 from training.tracking import METRICS_FILE, check_observers
 from workers.group import Role, roles_of
 from workers.ray_group import check_machine, start_command, start_pools, worker_summary
+
+LOSS = "gpg"  # of extras/algorithms: the plain policy gradient
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def worker_config(config: SFTConfig) -> Config:
     actor = ActorConfig(
         ppo_micro_batch_size_per_gpu=rows,
         ppo_max_token_len_per_gpu=tokens,
-        policy_loss=PolicyLossConfig(loss_mode="gpg"),
+        policy_loss=PolicyLossConfig(loss_mode=LOSS),
         optim=config.optim,
         fsdp_config=config.fsdp_config,
         checkpoint=config.checkpoint,
@@ -124,6 +126,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     data = config.data
     seed_everything(config.trainer.seed)
     check_observers(config)
+    check_present("policy_loss", LOSS)
     tokenizer = load_tokenizer(config.model, "model")
     model_config = load_model_config(config.model, config.model.path, "model.path")
     check_positions(model_config, data.max_length, "model.path", "data.max_length")
