@@ -14,12 +14,13 @@ if __name__ == "__main__":
     set_environment()  # before torch is loaded
 
 import argparse
-import gc
+import multiprocessing
 import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +51,6 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from extras.kernels import token_head
 from extras.sharding import fsdp2
-from extras.sharding.layout import mesh_of
 from training.mini_batches import PolicyUpdates, mini_batches
 from training.roles import ROLES, columns_read, needed_roles
 from workers import collectives, models
@@ -74,9 +74,9 @@ PPO, REPLICAS = "algorithm.adv_estimator=gae", f"{ACTOR}.fsdp_config.fsdp_size=8
 SPLIT, SPLIT_IN_4 = (f"{ACTOR}.tensor_parallel_size={size}" for size in (8, 4))
 ALL = (
     *(("7b", 8, keys) for keys in ([], [PPO], [SPLIT_IN_4])),
-    *(("7b", 64, keys) for keys in ([], [REPLICAS])),
+    ("7b", 64, [REPLICAS]),
     *(("32b", 64, keys) for keys in ([], [PPO], [SPLIT])),
-    *(("72b", 64, keys) for keys in ([], [SPLIT])),
+    ("72b", 64, [SPLIT]),
     *(("72b", 1024, keys) for keys in ([], [SPLIT], [SPLIT, PPO])),
 )
 
@@ -201,6 +201,7 @@ def play(config: Config, batch: DataProto, watch: Watch) -> Played:
     gather_objects = partial(watch.gather_objects, dist.all_gather_object)
     with patch.object(dist, "all_gather_object", gather_objects), watch:
         began = time.process_time()
+        load_modules(config.actor_rollout_ref.model.external_lib)
         worker = ModelWorker(config, 10, [name for name in needed_roles(config) if name != "rollout"])
         for role in worker.roles.values():
             if hasattr(role, "engine"):
@@ -283,9 +284,6 @@ def pretended(rank: int, size: int) -> Iterator[Watch]:
         patches.enter_context(patch.dict(token_head.TILE_BYTES, cpu=token_head.TILE_BYTES["cuda"]))
         yield watch
     dist.destroy_process_group()
-    collectives.compute_together(1)
-    mesh_of.cache_clear()
-    gc.collect()  # a model refers to itself
 
 
 def unwatched(function: Callable[..., Any], *given: Any) -> Any:
@@ -311,12 +309,16 @@ AttentionInterface.register(ATTENTION, attention)
 
 
 def play_ranks(config: Config, prompts: int, ranks: Sequence[int]) -> list[Played]:
-    """Plays each of `ranks`, with rows of so many prompts, one after the other."""
-    played = []
-    for rank in ranks:
-        with pretended(rank, config.trainer.workers) as watch:
-            played.append(play(config, rows_of_a_rank(config, prompts), watch))
-    return played
+    """Plays each of `ranks`, with rows of so many prompts, in a process of its own, one after the other."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.ranks"])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        return [*pool.map(partial(play_alone, config, prompts), ranks)]
+
+
+def play_alone(config: Config, prompts: int, rank: int) -> Played:
+    with pretended(rank, config.trainer.workers) as watch:
+        return play(config, rows_of_a_rank(config, prompts), watch)
 
 
 def first_difference(played: Sequence[Played]) -> str | None:
@@ -343,7 +345,6 @@ def config_of(folder: Path, ranks: int, overrides: Sequence[str] = ()) -> Config
     own += ["actor_rollout_ref.rollout.n=8", "data.max_prompt_length=512", "data.max_response_length=960"]
     config = load_config(Arguments("ppo_trainer", CONFIG_DIR, [*own, *overrides], print_config=False), Config)
     layout_of(config, ranks).check(config, ranks)
-    load_modules(config.actor_rollout_ref.model.external_lib)
     return config
 
 
@@ -366,7 +367,7 @@ def show(size: str, ranks: int, overrides: Sequence[str], prompts: int, chosen: 
     with tempfile.TemporaryDirectory() as folder:
         save_empty_model(Path(folder), vocab_size=VOCABULARY, **QWEN2[f"qwen2-{size}"])
         config = config_of(Path(folder), ranks, overrides)
-        played = play_ranks(config, prompts, chosen or sorted({0, 1, ranks // 2, ranks - 1}))
+        played = play_ranks(config, prompts, chosen or [0, ranks - 1])
     print(table_row(size, config, played), flush=True)
     difference = first_difference(played)
     if difference:
@@ -379,7 +380,7 @@ def main() -> None:
     parser.add_argument("size", nargs="?", choices=[name.removeprefix("qwen2-") for name in QWEN2], help="of Qwen2.5")
     parser.add_argument("ranks", nargs="?", type=int, help="how many the run has")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run")
-    parser.add_argument("--play", default="", metavar="0,7", help="ranks that are played; else four of them")
+    parser.add_argument("--play", default="", metavar="0,7", help="ranks that are played; else the first and the last")
     parser.add_argument("--prompts", type=int, default=4, help="of a rank, with 8 responses each; 2 make a micro-batch")
     parser.add_argument("--all", action="store_true", help="print the whole table of docs/sharding.md")
     arguments = parser.parse_intermixed_args()

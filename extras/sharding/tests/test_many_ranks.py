@@ -102,6 +102,13 @@ def test_a_step_brings_what_the_page_says(model: Path, ranks: int, replicas: int
     assert last.held == 12 * weights.num_parameters() // shards + norms, "which AdamW's counts of steps are as large as"
 
 
+def test_ranks_that_compute_layers_together_have_the_same_order(model: Path):
+    keys = [f"{ACTOR}.tensor_parallel_size=2", f"{ACTOR}.fsdp_config.fsdp_size=2"]
+    played = play_ranks(config_of(model, 8, [*SMALL, *keys]), PROMPTS, [0, 7])
+    assert first_difference(played) is None and played[0].layout == "2 replicas × 2 shards × 2 parts"
+    assert {(call.size, call.stride) for call in played[0].calls} >= {(2, 1), (2, 2), (2, 4), (8, 1)}
+
+
 def test_a_branch_that_one_rank_takes_is_found(model: Path, tmp_path: Path):
     (tmp_path / "planted.py").write_text(PLANTED)
     keys = [f"{ACTOR}.policy_loss.loss_mode=planted", f"actor_rollout_ref.model.external_lib={tmp_path}/planted.py"]
