@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoTokenizer,
@@ -66,7 +65,6 @@ from workers.models import load_causal_lm, load_value_model
 from workers.parallel import Replicas
 
 CPU = torch.device("cpu")
-CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__
 MESHES = {"sharded": (-1, 1), "replicated": (1, 1), "two replicas": (2, 1), "split": (-1, 4), "split shards": (-1, 2)}
 
 
