@@ -30,12 +30,7 @@ from transformers import (
 
 from configs import errors
 from configs.errors import ConfigError
-from configs.schema import (
-    ActorConfig,
-    ModelConfig,
-    PretrainedModelConfig,
-    RolloutConfig,
-)
+from configs.schema import ActorConfig, ModelConfig, PretrainedModelConfig, RolloutConfig
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from extras.certificate.certificate import Certificate
@@ -43,12 +38,7 @@ from extras.certificate.tests.test_certificate import held_by
 from extras.lora.lora import adapter_weights, is_lora, save_pretrained
 from extras.reward_model.model import LearnedReward
 from extras.reward_model.settings import RewardModelConfig
-from extras.sharding.fsdp2 import (
-    Sharding,
-    full_tensor,
-    make_mesh,
-    sharded_parts,
-)
+from extras.sharding.fsdp2 import Sharding, full_tensor, make_mesh, sharded_parts
 from extras.sharding.settings import shard_count
 from extras.sharding.tensor_parallel import check_split
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, recorded, relative_distance, update_of
