@@ -9,7 +9,7 @@ SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 multiturn algorithms test extras lint bench gpu clean
+.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning algorithms test extras lint bench gpu clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ smollm2: setup  ## train SmolLM2-135M on arithmetic (SEED=0 TASK=arithmetic or c
 
 multiturn: setup  ## train in whole episodes (SEED=0 GAME=frozenlake_multiturn, or blackjack, cliffwalking, taxi, calculator_tool)
 	$(RUN) -m scripts.multiturn --seed $(SEED) --task $(GAME)
+
+reasoning: setup  ## train a tiny model to work out its answers, in 108 tokens (SEED=0)
+	$(RUN) -m scripts.reasoning --seed $(SEED)
 
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)

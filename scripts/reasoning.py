@@ -1,0 +1,195 @@
+"""Reasoning: a model made here, which answers at once and by chance, learns to work out its answers in 108 tokens.
+
+    python -m scripts.reasoning [--seed N] [key=value …]
+
+1. A tiny language model with random weights.
+2. Warm start: it imitates right answers given at once, and fewer that are worked out with slips.
+3. GRPO (configs/reasoning.yaml; key=value overrides go there), rewarded for right answers (examples/shell_game.py).
+4. The control: the same from the same start, with room for an answer at once only.
+All three models are measured on 200 held-out rows.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+import json
+import re
+import time
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import main as rl
+from configs.errors import late_refusals, refusals
+from configs.schema import Config
+from data.files import dump_jsonl, read_metrics, sole_run
+from examples import shell_game
+from scripts.quickstart import Lesson, imitate, new_run, script_parser
+from training.preparation import prepare
+from workers.ray_group import start_command
+
+ROWS = Path("outputs/reasoning/rows")
+TRAIN_ROWS, HELD_OUT_ROWS = 4096, 200
+WORKED, MIXED = 4800, 2000
+HELD_OUT_SEED = 0  # whatever the run's: every seed is measured on the same rows
+AT_ONCE_TOKENS = 3  # "#", the cup, the end
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    arguments = script_parser(__doc__, "weights, games, sampling").parse_intermixed_args()
+    with refusals():
+        write_rows(arguments.seed)  # first: that they are there is checked with the config
+        config, control = configs(arguments.seed, arguments.overrides)
+    start_command(config)
+    with late_refusals():
+        learn(config, control)
+
+
+def write_rows(seed: int) -> None:
+    dump_jsonl(ROWS / "train.jsonl", shell_game.make_rows("train", seed, TRAIN_ROWS))
+    dump_jsonl(ROWS / "val.jsonl", shell_game.make_rows("val", HELD_OUT_SEED, HELD_OUT_ROWS))
+
+
+def configs(seed: int, overrides: Sequence[str]) -> tuple[Config, Config]:
+    """Returns the config of the run, and that of its control, in a folder inside the run's."""
+    config = new_run("reasoning", seed, [], overrides)
+    own = [
+        f"trainer.default_local_dir={config.trainer.default_local_dir}/at_once",
+        f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}",
+        f"data.max_response_length={AT_ONCE_TOKENS}",
+    ]
+    return config, new_run("reasoning", seed, [], [*overrides, *own])
+
+
+def learn(config: Config, control: Config) -> None:
+    """Runs all stages anew, prints the figures, and writes them to summary.json in the run's folder."""
+    folder, seed = Path(config.trainer.default_local_dir), config.trainer.seed
+    lessons = [
+        Lesson(
+            lambda _: shell_game.demonstrations(seed, WORKED, at_once=0, slips=False),
+            "multiturn_sft",
+            ["data.train_batch_size=16", "optim.lr=1.5e-3"],
+        ),
+        Lesson(
+            lambda _: shell_game.demonstrations(seed, MIXED, at_once=0.6, slips=True),
+            "multiturn_sft",
+            ["data.train_batch_size=40", "optim.lr=3e-4", "optim.lr_warmup_steps=5"],
+        ),
+    ]
+    rows = [json.loads(line) for line in (ROWS / "val.jsonl").read_text().splitlines()]
+    started = time.monotonic()
+    with sole_run(folder):
+        print("stage 1 of 3: a tiny model learns to imitate answers, most of them given at once")
+        imitate(config, folder, lessons)
+        summary: Row = {"seed": seed, "minutes": {"warm start": minutes(time.monotonic() - started)}}
+        print("stage 2 of 3: reinforcement learning")
+        rl.train(config, prepare(config))
+    print("stage 3 of 3: the control, which has to answer at once")
+    rl.run(control)
+    summary["minutes"] |= phases(config)
+    models = {
+        "warm start": (Path(config.actor_rollout_ref.model.path), config),
+        "after RL": (trained(config), config),
+        "control": (trained(control), control),
+    }
+    for name, (model, limits) in models.items():
+        summary[name] = measure(model, rows, limits.data.max_response_length, seed)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print_figures({name: summary[name] for name in models})
+    print(f"minutes: {summary['minutes']}; wrote {folder / 'summary.json'}")
+
+
+def minutes(seconds: float) -> float:
+    return round(seconds / 60, 1)
+
+
+def phases(config: Config) -> dict[str, float]:
+    """Sums up the minutes that the steps of a run took, and those of generation and update among them."""
+    record = read_metrics(Path(config.trainer.default_local_dir) / "metrics.jsonl")
+    names = {"RL": "step", "generation": "gen", "update": "update_actor"}
+    return {
+        name: minutes(sum(entry["data"].get(f"timing_s/{key}", 0) for entry in record)) for name, key in names.items()
+    }
+
+
+def trained(config: Config) -> Path:
+    steps = config.trainer.total_training_steps
+    return Path(config.trainer.default_local_dir) / f"global_step_{steps}/actor/huggingface"
+
+
+def measure(folder: Path, rows: Sequence[Row], limit: int, seed: int) -> Row:
+    """Measures a model on `rows`: answers of up to `limit` tokens, and what comes of beginnings."""
+    right = [row["reward_model"]["ground_truth"] for row in rows]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    chats = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
+
+    def answers(begin: Sequence[str], **sampling: Any) -> list[str]:
+        batch = tokenizer([*map(str.__add__, chats, begin)], return_tensors="pt", padding=True, padding_side="left")
+        ids = batch["input_ids"]
+        torch.manual_seed(seed)
+        sampling = sampling or {"do_sample": False}
+        ended = model.generate(ids, attention_mask=batch["attention_mask"], max_new_tokens=limit, **sampling)
+        texts = tokenizer.batch_decode(ended[:, ids.shape[1] :], skip_special_tokens=True)
+        return [*map(str.__add__, begin, texts)]
+
+    def scores(texts: Sequence[str]) -> list[float]:
+        return [shell_game.compute_score("", text, cup)["acc"] for text, cup in zip(texts, right, strict=True)]
+
+    free = [""] * len(rows)
+    greedy, sampled = answers(free), answers(free, do_sample=True, top_k=0)
+    is_worked = [not text.startswith("#") for text in sampled]
+    figures = {
+        "parameters": model.num_parameters(),
+        "greedy: accuracy": mean(scores(greedy)),
+        "greedy: tokens": mean(len(text) + 1 for text in greedy),  # a token a character, and the end
+        "sampled: accuracy": mean(scores(sampled)),
+        "sampled: share worked out": mean(is_worked),
+        "sampled: right if worked out": mean(compress(scores(sampled), is_worked)),
+        "begun with #: accuracy": mean(scores(answers(["#"] * len(rows)))),
+        "answers": [*zip(greedy[:2], sampled[:2], right[:2], strict=True)],
+    }
+    if limit <= AT_ONCE_TOKENS:
+        return figures
+    worked = answers(["0"] * len(rows))
+    changed = answers([*map(with_wrong_cup, worked)])
+    moved = [old[-1] != new[-1] for old, new in zip(worked, changed, strict=True)]
+    return figures | {
+        "begun with 0: accuracy": mean(scores(worked)),
+        "a cup changed: answer moves": mean(moved),
+        "a cup changed: accuracy": mean(scores(changed)),
+    }
+
+
+def with_wrong_cup(worked: str) -> str:
+    """Returns the first half of a worked answer, its last cup replaced by another."""
+    half = worked[: len(shell_game.LETTERS) + 1]
+    return re.sub(r"(\d)\D*$", lambda last: str((int(last[1]) + 3) % shell_game.CUPS), half)
+
+
+def mean(values: Iterable[float]) -> float:
+    values = [*values]
+    return round(sum(values) / len(values), 3) if values else 0.0
+
+
+def print_figures(figures: dict[str, Row]) -> None:
+    table = Table("", *figures)
+    for name in [name for name in figures["warm start"] if name != "answers"]:
+        table.add_row(name, *(str(column.get(name, "")) for column in figures.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
