@@ -15,7 +15,6 @@ from data.seeding import numpy_generator
 
 CUPS = 8
 LETTERS = string.ascii_letters  # the names of the swaps: there are as many
-SLIP = 0.02  # chance that a step of a worked demonstration puts the ball under a wrong cup
 
 Rows = list[dict[str, Any]]
 
@@ -29,13 +28,13 @@ def swapped(cup: int, swap: int) -> int:
     return {swap: (swap + 1) % CUPS, (swap + 1) % CUPS: swap}.get(cup, cup)
 
 
-def work_out(swaps: str, cup: int = 0, slips: np.random.Generator | None = None) -> str:
-    """Follows the ball from `cup` through `swaps`; with `slips`, now and then to a wrong cup, and on from there."""
+def work_out(swaps: str, cup: int = 0, slip: float = 0.0, rng: np.random.Generator | None = None) -> str:
+    """Follows the ball from `cup` through `swaps`; with a chance of `slip` a step ends at a wrong cup of `rng`'s."""
     worked = str(cup)
     for letter, swap in zip(swaps[::2], swaps[1::2], strict=True):
         cup = swapped(cup, int(swap))
-        if slips is not None and slips.random() < SLIP:
-            cup = (cup + int(slips.integers(1, CUPS))) % CUPS
+        if rng is not None and slip and rng.random() < slip:
+            cup = (cup + int(rng.integers(1, CUPS))) % CUPS
         worked += f"{letter}{cup}"
     return f"{worked}#{cup}"
 
@@ -59,12 +58,12 @@ def question(swaps: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": swaps}]
 
 
-def demonstrations(seed: int, count: int, at_once: float, slips: bool) -> Rows:
-    """Makes `count` answers to imitate: a share is given `at_once`, and right, the others are worked out."""
+def demonstrations(seed: int, count: int, at_once: float, slip: float) -> Rows:
+    """Makes `count` answers to imitate: a share is given `at_once`, and right; in the others each step may `slip`."""
     rng, rows = numpy_generator(seed, "demonstrations", str(at_once)), []
     for _ in range(count):
         swaps = draw(rng)
-        answer = work_out(swaps)[-2:] if rng.random() < at_once else work_out(swaps, slips=rng if slips else None)
+        answer = work_out(swaps)[-2:] if rng.random() < at_once else work_out(swaps, slip=slip, rng=rng)
         rows.append({"prompt": question(swaps), "response": answer})
     return rows
 

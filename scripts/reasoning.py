@@ -41,11 +41,23 @@ from workers.ray_group import start_command
 
 ROWS = Path("outputs/reasoning/rows")
 TRAIN_ROWS, HELD_OUT_ROWS = 4096, 200
-WORKED, MIXED = 4800, 2000
 HELD_OUT_SEED = 0  # whatever the run's: every seed is measured on the same rows
 AT_ONCE_TOKENS = 3  # "#", the cup, the end
 
 Row = dict[str, Any]
+
+
+def lesson(count: int, at_once: float, slip: float, *overrides: str) -> Lesson:
+    def rows(config: Config) -> list[Row]:
+        return shell_game.demonstrations(config.trainer.seed, count, at_once, slip)
+
+    return Lesson(rows, "multiturn_sft", overrides)
+
+
+LESSONS = [  # first a step, for which all is worked out; then to answer at once more often than not
+    lesson(4800, 0, 0, "data.train_batch_size=16", "optim.lr=1.5e-3"),
+    lesson(2000, 0.6, 0.02, "data.train_batch_size=40", "optim.lr=3e-4", "optim.lr_warmup_steps=5"),
+]
 
 
 def main() -> None:
@@ -77,23 +89,11 @@ def configs(seed: int, overrides: Sequence[str]) -> tuple[Config, Config]:
 def learn(config: Config, control: Config) -> None:
     """Runs all stages anew, prints the figures, and writes them to summary.json in the run's folder."""
     folder, seed = Path(config.trainer.default_local_dir), config.trainer.seed
-    lessons = [
-        Lesson(
-            lambda _: shell_game.demonstrations(seed, WORKED, at_once=0, slips=False),
-            "multiturn_sft",
-            ["data.train_batch_size=16", "optim.lr=1.5e-3"],
-        ),
-        Lesson(
-            lambda _: shell_game.demonstrations(seed, MIXED, at_once=0.6, slips=True),
-            "multiturn_sft",
-            ["data.train_batch_size=40", "optim.lr=3e-4", "optim.lr_warmup_steps=5"],
-        ),
-    ]
     rows = [json.loads(line) for line in (ROWS / "val.jsonl").read_text().splitlines()]
     started = time.monotonic()
     with sole_run(folder):
         print("stage 1 of 3: a tiny model learns to imitate answers, most of them given at once")
-        imitate(config, folder, lessons)
+        imitate(config, folder, LESSONS)
         summary: Row = {"seed": seed, "minutes": {"warm start": minutes(time.monotonic() - started)}}
         print("stage 2 of 3: reinforcement learning")
         rl.train(config, prepare(config))

@@ -10,6 +10,7 @@ from data.seeding import numpy_generator
 from examples import shell_game
 from examples.shell_game import compute_score, demonstrations, make_rows, work_out
 from scripts import reasoning
+from scripts.quickstart import Lesson
 
 
 def test_a_game_by_hand():
@@ -27,14 +28,14 @@ def test_the_score_and_what_counts_as_worked_out():
 
 
 def test_answers_at_once_are_right_and_worked_ones_slip_now_and_then():
-    rows = demonstrations(seed=0, count=400, at_once=0.5, slips=True)
+    rows = demonstrations(seed=0, count=400, at_once=0.5, slip=0.02)
     at_once = [row for row in rows if row["response"].startswith("#")]
     worked = [row for row in rows if not row["response"].startswith("#")]
     right = [work_out(row["prompt"][0]["content"]) for row in at_once]
     assert [answer[-2:] for answer in right] == [row["response"] for row in at_once] and 150 < len(at_once) < 250
     slipped = [row for row in worked if row["response"] != work_out(row["prompt"][0]["content"])]
     assert 0.4 < len(slipped) / len(worked) < 0.9
-    clean = demonstrations(seed=1, count=5, at_once=0, slips=False)
+    clean = demonstrations(seed=1, count=5, at_once=0, slip=0)
     assert all(row["response"] == work_out(row["prompt"][0]["content"]) for row in clean)
 
 
@@ -51,9 +52,13 @@ def test_a_wrong_cup_moves_the_end_of_every_game():
     assert work_out(swaps[52:], cup=int(changed[-1]))[-1] != worked[-1]
 
 
+def few_rows(batch: int) -> Lesson:
+    return reasoning.lesson(4, 0.5, 0.02, f"data.train_batch_size={batch}")
+
+
 def test_the_command_leaves_figures_of_three_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, few in {"TRAIN_ROWS": 8, "HELD_OUT_ROWS": 4, "WORKED": 16, "MIXED": 40}.items():
+    for name, few in {"TRAIN_ROWS": 8, "HELD_OUT_ROWS": 4, "LESSONS": [few_rows(1), few_rows(2)]}.items():
         monkeypatch.setattr(reasoning, name, few)
     reward = f"reward.custom_reward_function.path={shell_game.__file__}"
     run = "data.max_response_length=8 data.train_batch_size=2 actor_rollout_ref.rollout.n=2"
