@@ -6,6 +6,7 @@ eight cups are equally likely. The whole product of so many swaps is hard for on
 of a worked answer is one look at the prompt.
 """
 
+import re
 import string
 from typing import Any
 
@@ -37,6 +38,12 @@ def work_out(swaps: str, cup: int = 0, slip: float = 0.0, rng: np.random.Generat
             cup = (cup + int(rng.integers(1, CUPS))) % CUPS
         worked += f"{letter}{cup}"
     return f"{worked}#{cup}"
+
+
+def with_wrong_cup(worked: str) -> str:
+    """Returns the first half of a worked answer, its last cup replaced by another."""
+    half = worked[: len(LETTERS) + 1]
+    return re.sub(r"(\d)\D*$", lambda last: str((int(last[1]) + 3) % CUPS), half)
 
 
 def make_rows(split: str, seed: int, count: int) -> Rows:

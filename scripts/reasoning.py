@@ -19,7 +19,6 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import json
-import re
 import time
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -94,40 +93,31 @@ def learn(config: Config, control: Config) -> None:
     with sole_run(folder):
         print("stage 1 of 3: a tiny model learns to imitate answers, most of them given at once")
         imitate(config, folder, LESSONS)
-        summary: Row = {"seed": seed, "minutes": {"warm start": minutes(time.monotonic() - started)}}
+        summary: Row = {"seed": seed, "minutes": {"warm start": round((time.monotonic() - started) / 60, 1)}}
         print("stage 2 of 3: reinforcement learning")
         rl.train(config, prepare(config))
     print("stage 3 of 3: the control, which has to answer at once")
     rl.run(control)
-    summary["minutes"] |= phases(config)
+    summary["minutes"] |= {phase: minutes_of(config, phase) for phase in ("gen", "update_actor", "step")}
+    last = f"global_step_{config.trainer.total_training_steps}/actor/huggingface"
     models = {
         "warm start": (Path(config.actor_rollout_ref.model.path), config),
-        "after RL": (trained(config), config),
-        "control": (trained(control), control),
+        "after RL": (folder / last, config),
+        "control": (folder / "at_once" / last, control),
     }
     for name, (model, limits) in models.items():
         summary[name] = measure(model, rows, limits.data.max_response_length, seed)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print_figures({name: summary[name] for name in models})
+    table = Table("", *models)
+    for figure in [figure for figure in summary["warm start"] if figure != "answers"]:
+        table.add_row(figure, *(str(summary[name].get(figure, "")) for name in models))
+    Console().print(table)
     print(f"minutes: {summary['minutes']}; wrote {folder / 'summary.json'}")
 
 
-def minutes(seconds: float) -> float:
-    return round(seconds / 60, 1)
-
-
-def phases(config: Config) -> dict[str, float]:
-    """Sums up the minutes that the steps of a run took, and those of generation and update among them."""
+def minutes_of(config: Config, phase: str) -> float:
     record = read_metrics(Path(config.trainer.default_local_dir) / "metrics.jsonl")
-    names = {"RL": "step", "generation": "gen", "update": "update_actor"}
-    return {
-        name: minutes(sum(entry["data"].get(f"timing_s/{key}", 0) for entry in record)) for name, key in names.items()
-    }
-
-
-def trained(config: Config) -> Path:
-    steps = config.trainer.total_training_steps
-    return Path(config.trainer.default_local_dir) / f"global_step_{steps}/actor/huggingface"
+    return round(sum(entry["data"].get(f"timing_s/{phase}", 0) for entry in record) / 60, 1)
 
 
 def measure(folder: Path, rows: Sequence[Row], limit: int, seed: int) -> Row:
@@ -164,7 +154,7 @@ def measure(folder: Path, rows: Sequence[Row], limit: int, seed: int) -> Row:
     if limit <= AT_ONCE_TOKENS:
         return figures
     worked = answers(["0"] * len(rows))
-    changed = answers([*map(with_wrong_cup, worked)])
+    changed = answers([*map(shell_game.with_wrong_cup, worked)])
     moved = [old[-1] != new[-1] for old, new in zip(worked, changed, strict=True)]
     return figures | {
         "begun with 0: accuracy": mean(scores(worked)),
@@ -173,22 +163,9 @@ def measure(folder: Path, rows: Sequence[Row], limit: int, seed: int) -> Row:
     }
 
 
-def with_wrong_cup(worked: str) -> str:
-    """Returns the first half of a worked answer, its last cup replaced by another."""
-    half = worked[: len(shell_game.LETTERS) + 1]
-    return re.sub(r"(\d)\D*$", lambda last: str((int(last[1]) + 3) % shell_game.CUPS), half)
-
-
 def mean(values: Iterable[float]) -> float:
     values = [*values]
     return round(sum(values) / len(values), 3) if values else 0.0
-
-
-def print_figures(figures: dict[str, Row]) -> None:
-    table = Table("", *figures)
-    for name in [name for name in figures["warm start"] if name != "answers"]:
-        table.add_row(name, *(str(column.get(name, "")) for column in figures.values()))
-    Console().print(table)
 
 
 if __name__ == "__main__":

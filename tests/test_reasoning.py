@@ -47,7 +47,7 @@ def test_every_cup_is_as_likely_in_the_end():
 def test_a_wrong_cup_moves_the_end_of_every_game():
     swaps = shell_game.draw(numpy_generator(0, "test"))
     worked = work_out(swaps)
-    changed = reasoning.with_wrong_cup(worked)
+    changed = shell_game.with_wrong_cup(worked)
     assert len(changed) == 53 and changed[:-1] == worked[:52] and changed[-1] != worked[52]
     assert work_out(swaps[52:], cup=int(changed[-1]))[-1] != worked[-1]
 
