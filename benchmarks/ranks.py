@@ -230,8 +230,8 @@ def step(worker: ModelWorker, batch: DataProto) -> Iterator[tuple[str, Callable[
     for name, spec in ((name, ROLES[name]) for name in worker.roles):
         facts = {"temperature": 1.0, "columns": sorted(read.intersection(spec.columns))}
         if facts["columns"]:
-            given = [facts[fact] for fact in spec.given]
-            yield f"{name} scores", partial(getattr(worker.roles[name], spec.compute), batch, *given)
+            arguments = [facts[fact] for fact in spec.arguments]
+            yield f"{name} scores", partial(getattr(worker.roles[name], spec.compute), batch, *arguments)
     for name in sorted((name for name in worker.roles if ROLES[name].update), reverse=True):  # the policy last
         parts = partial(mini_batches, config=config, role=ROLES[name].settings(config))
         for rows, update in (PolicyUpdates(config) if name == "actor" else parts)(batch, step=1):
