@@ -9,7 +9,7 @@ SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning algorithms test extras lint bench gpu clean
+.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning algorithms test extras lint bench gpu reports clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,11 @@ bench: setup  ## time a step, phase by phase, and beside it TRL's (SIZE=1m, 10m 
 
 gpu: $(if $(filter $(VENV)/%,$(RUN)),setup)  ## on a GPU: its tests, and a step of 0.5B beside TRL's (nine minutes; ARGS=--help)
 	$(RUN) -m benchmarks.gpu $(ARGS)
+
+reports: quickstart multiturn reasoning  ## make docs/runs/, the reports of these three (half an hour)
+	$(RUN) -m extras.report outputs/quickstart --out docs/runs/quickstart.html
+	$(RUN) -m extras.report outputs/$(GAME) --out docs/runs/multiturn.html
+	$(RUN) -m extras.report outputs/reasoning --out docs/runs/reasoning.html
 
 clean:  ## remove .venv, outputs and caches
 	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .hypothesis

@@ -106,7 +106,7 @@ class Chain:
         self.command = Run("-c", text, *settings, env=apart)  # not in somebody's cluster, which may be gone
         for number in range(kills):
             self.kill(in_save=number % 2 == 1)
-        done = self.command.wait(PATIENCE)
+        done = self.command.wait(PATIENCE + self.steps)
         folder.with_suffix(".log").write_text(done.stdout + done.stderr)
         assert done.returncode == 0, f"{name} ended by {done.returncode}: {folder.with_suffix('.log')}"
         return folder

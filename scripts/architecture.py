@@ -5,6 +5,11 @@
 Prints a picture in Mermaid's form, which GitHub shows; --write puts it into docs/tour.md, below its mark.
 """
 
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()
+
 import argparse
 import ast
 import re
