@@ -36,7 +36,7 @@ CEILINGS = {
     "core lines": 18_200,
     "core files": 82,
     "product lines": 38_400,
-    "scripts and benchmarks": 3_400,
+    "scripts and benchmarks": 3_700,
     "names in training/": 19,
     "names in workers/": 23,
     "names in data/": 16,
