@@ -234,7 +234,7 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
         with pytest.raises(WorkerLost, match=r"(?s)worker rank 1 failed.*only the second"):  # which may pass
             group.submit("echo", "fail_on_the_second", [()] * 2).result()
         # The first, in the midst of a message, fails at once; that the second is gone is noticed later, and is why.
-        with pytest.raises(WorkerError, match="worker rank 1 died"):
+        with pytest.raises(WorkerError, match=r"worker rank 1 \(pid \d+.*\) died in .* Its log is under [^ ]*$"):
             group.submit("echo", "die_on_the_second", [()] * 2).result()
     finally:
         group.close()
@@ -321,6 +321,8 @@ def test_what_others_wait_for_may_be_slow_but_not_silent():
         WorkerError, match=r"rank 2 .*says nothing for 25 s: stopped, swapped out, or its machine is gone"
     ):
         wait.check()
+    wait.late = [0, 2]
+    assert "is here" not in str(wait), "the first may wait for the silent one"
 
 
 def test_a_worker_in_this_process_that_hangs_is_named_too(capsys, monkeypatch: pytest.MonkeyPatch):

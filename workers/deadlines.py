@@ -126,9 +126,9 @@ class Wait:
             raise WorkerLost(f"{self.verb} gets no further for trainer.stall_timeout={self.limit:g} s, by {self}")
 
     def __str__(self) -> str:
-        """Names those that are late, the silent ones first, and what each does; below, where one is that is stuck."""
+        """Names the late ones, the silent first, and what each does; below, where one is stuck if none is silent."""
         late = sorted(self.late, key=lambda rank: self.silent[rank] <= UNSURE_SECONDS)
-        stuck = [rank for rank in late if self.idle[rank] > UNSURE_SECONDS >= self.silent[rank]]
+        stuck = [rank for rank in late if self.idle[rank] > UNSURE_SECONDS >= max(self.silent[one] for one in late)]
         where = "".join(f"\n{self.name(rank).capitalize()} is here:\n{self.beats[rank].stacks}" for rank in stuck[:1])
         return ", ".join(map(self._describe, late)) + "." + where.rstrip()
 

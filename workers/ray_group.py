@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import ray
 import torch
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.utils import get_ray_address_file
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -34,7 +35,7 @@ from data.files import locked
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError, WorkerLost
 from workers.collectives import TIMEOUT, check_speaks_http2, connect, join_group, open_store
-from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, stacks
+from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, stacks, state_of
 from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
 from workers.model_worker import ModelWorker
@@ -184,7 +185,7 @@ class RayPending:
                 try:
                     results[rank] = ray.get(done)
                 except ray.exceptions.RayActorError as error:
-                    raise self._death(rank, error) from error
+                    raise self._death(rank, error) from None
                 except ray.exceptions.RayTaskError as error:
                     if isinstance(error.cause, ConfigError):
                         raise error.cause from None
@@ -196,20 +197,17 @@ class RayPending:
 
     def _busy(self) -> list[int]:
         """Lists the ranks that have not answered."""
-        _, busy = ray.wait(self.calls, num_returns=len(self.calls), timeout=0)
-        return [self.calls.index(call) for call in busy]
+        return [self.calls.index(call) for call in ray.wait(self.calls, num_returns=len(self.calls), timeout=0)[1]]
 
     def _look_for_deaths(self) -> None:
         """Raises if another rank is gone, which may be why this one failed: Ray notices it a little later."""
-        several = len(self.calls) > 1
-        ended, _ = ray.wait(self.calls, num_returns=len(self.calls), timeout=DEATH_SECONDS if several else 0)
-        for call in ended:
+        seconds = DEATH_SECONDS if len(self.calls) > 1 else 0
+        for call in ray.wait(self.calls, num_returns=len(self.calls), timeout=seconds)[0]:
             try:
-                ray.get(call)
+                with suppress(ray.exceptions.RayTaskError):
+                    ray.get(call)
             except ray.exceptions.RayActorError as error:
                 raise self._death(self.calls.index(call), error) from None
-            except ray.exceptions.RayTaskError:
-                continue
 
     def _missing(self, text: str) -> str:
         """Names the ranks that still do something else, where `text` is of one that has waited in vain."""
@@ -221,7 +219,9 @@ class RayPending:
     def _death(self, rank: int, error: Exception) -> WorkerLost:
         session = ray.get_runtime_context()
         logs = f"{session.get_temp_dir()}/{session.get_session_name()}/logs"
-        return WorkerLost(f"worker {self.wait.name(rank)} died in {self.wait.verb}: {error}. Its log is under {logs}.")
+        name = self.wait.name(rank) + "".join(f" ({state_of(*place)})" for place in self.wait.places[rank : rank + 1])
+        cause = " ".join(line for line in str(error).splitlines() if line[:1] != "\t").rstrip(".")  # those are numbers
+        return WorkerLost(f"worker {name} died in {self.wait.verb}: {cause}. Its log is there, under {logs}.")
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:
@@ -316,8 +316,7 @@ class RemoteWorker:
         return os.getpid(), "" if host == driver else host
 
     def open_store(self, size: int, alone: bool) -> tuple[str, int]:
-        """Opens the store, on rank 0. Returns the address at which the others find it, which all are on this machine
-        where it is `alone`."""
+        """Opens the store, on rank 0; returns where the others find it: on this machine, where it is `alone`."""
         self.store = open_store(store_host(alone), size)
         return self.store.host, self.store.port
 
@@ -432,6 +431,7 @@ def joins_cluster() -> bool:
     try:
         if port.isdecimal() and "/" not in host:  # for a wrong one Ray takes minutes
             check_speaks_http2(host.strip("[]"), int(port))
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # Ray does so for its "auto" alone
         with children_apart():
             ray.init(address=address)
     except (OSError, ValueError, RuntimeError) as error:
