@@ -234,7 +234,7 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
         with pytest.raises(WorkerLost, match=r"(?s)worker rank 1 failed.*only the second"):  # which may pass
             group.submit("echo", "fail_on_the_second", [()] * 2).result()
         # The first, in the midst of a message, fails at once; that the second is gone is noticed later, and is why.
-        with pytest.raises(WorkerError, match=r"worker rank 1 \(pid \d+.*\) died in .* Its log is under [^ ]*$"):
+        with pytest.raises(WorkerError, match=r"worker rank 1 \(pid \d+.*\) died in .* Its log is there, under [^ ]*$"):
             group.submit("echo", "die_on_the_second", [()] * 2).result()
     finally:
         group.close()
