@@ -35,8 +35,8 @@ IRREGULAR = frozenset((
 CEILINGS = {
     "core lines": 18_200,
     "core files": 82,
-    "product lines": 38_400,
-    "scripts and benchmarks": 3_700,
+    "product lines": 38_280,
+    "scripts and benchmarks": 3_530,
     "names in training/": 19,
     "names in workers/": 23,
     "names in data/": 16,
@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 40_200,
+    "test lines": 40_140,
 }
 
 

@@ -146,7 +146,7 @@ def test_managers_of_a_file_and_limits_by_the_minute_are_read_in_every_spelling_
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_setting_that_a_page_names_exists(page: Path):
-    text = re.sub(r"^```(?:python|text)\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```(?:python|text|mermaid)\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     entries = (Config, SFTConfig, GenerationConfig, EvaluationConfig, ServerConfig)
     schemas = [OmegaConf.structured(schema) for schema in entries]
     sections = {*chain(*schemas), *(key.partition(".")[0] for key in COMMON.renamed)}
