@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 40_140,
+    "test lines": 40_180,
 }
 
 

@@ -9,6 +9,7 @@ import main
 from configs.errors import ConfigError
 from extras.overlap.one_step_off import is_plain
 from tests.runs import compose, learning_metrics, needs_vllm, short_run, state_files
+from training.ray_trainer import RayPPOTrainer, Rollouts
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = (f"{ROLLOUT}.nnodes=1", "trainer.n_threads=1")
@@ -70,6 +71,38 @@ def test_a_run_that_is_a_step_off_goes_on_as_if_unbroken(
 ):
     settings = [*ALGORITHMS[algorithm], f"reward_model.model.path={reward_model}"]
     assert_goes_on_as_if_unbroken(tmp_path, tiny_model, breaks, *settings)
+
+
+class TakingTurns(RayPPOTrainer):
+    """Draws the next step's batch before it learns from this one's: one_step_off, without anything beside another."""
+
+    next: Rollouts | None = None
+
+    def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
+        now = self.next or super().collect(step, timing)
+        self.next = super().collect(step + 1, timing) if step < self.total_steps else None
+        return now
+
+
+@pytest.mark.parametrize("algorithm", ["critic and reference", "refills", "curriculum", "episodes"])
+def test_a_step_off_on_ray_is_a_trainer_that_takes_turns_in_one_process(cluster, tiny_model, tmp_path, algorithm):
+    settings = [*ALGORITHMS[algorithm], "trainer.n_threads=1"]
+    beside = trained(tmp_path / "beside", tiny_model, *AHEAD, *settings)
+    turns = ["trainer.executor=local", f"trainer.cls={__file__}:TakingTurns", AHEAD[-1]]
+    in_turn = trained(tmp_path / "in_turn", tiny_model, *settings, *turns)
+    assert without_versions(in_turn) == without_versions(beside)
+    ends = [state_files(tmp_path / name, STEPS) for name in ("beside", "in_turn")]
+    model_files = [name for name in ends[0] if "extra_state" not in name]  # of this process's global generators
+    assert len(model_files) >= 4 and all(ends[0][name] == ends[1][name] for name in model_files)
+
+
+def without_versions(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """The metrics but those of the hand-over, which is a step later where something runs beside it."""
+    late = ("staleness/", "rollout/")
+    return {
+        step: {name: value for name, value in metrics.items() if not name.startswith(late)}
+        for step, metrics in steps.items()
+    }
 
 
 @pytest.mark.slow
