@@ -75,6 +75,7 @@ gpu: $(if $(filter $(VENV)/%,$(RUN)),setup)  ## on a GPU: its tests, and a step 
 reports: quickstart multiturn reasoning  ## make docs/runs/, the reports of these three (half an hour)
 	$(RUN) -m extras.report outputs/quickstart --out docs/runs/quickstart.html
 	$(RUN) -m extras.report outputs/$(GAME) --out docs/runs/multiturn.html
+	rm -r outputs/reasoning/rollouts  # with all of them the page has 2 MB; it takes the groups that are kept in samples/
 	$(RUN) -m extras.report outputs/reasoning --out docs/runs/reasoning.html
 
 clean:  ## remove .venv, outputs and caches

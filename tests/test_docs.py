@@ -246,5 +246,14 @@ def test_troubleshooting_quotes_messages_that_the_code_says():
     assert len(quoted) >= 25 and not [part for part in parts if part not in source]
 
 
+def test_reports_of_runs_are_small_and_those_that_the_pages_name():
+    pages = {page.name: page.stat().st_size for page in (ROOT / "docs/runs").glob("*.html")}
+    made = set(re.findall(r"docs/runs/(\w+\.html)", (ROOT / "Makefile").read_text()))
+    assert (
+        set(pages) == made == set(re.findall(r"`(\w+\.html)`", (ROOT / "docs/report.md").read_text())) - {"report.html"}
+    )
+    assert max(pages.values()) <= 1.5e6
+
+
 def test_the_picture_in_the_tour_is_that_of_the_code():
     assert architecture.block() in (ROOT / "docs/tour.md").read_text()
