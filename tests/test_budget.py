@@ -33,23 +33,23 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_200,
-    "core files": 82,
-    "product lines": 38_280,
-    "scripts and benchmarks": 3_530,
+    "core lines": 18_330,
+    "core files": 84,
+    "product lines": 41_500,
+    "scripts and benchmarks": 3_700,
     "names in training/": 19,
-    "names in workers/": 23,
-    "names in data/": 16,
+    "names in workers/": 24,
+    "names in data/": 17,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 38,
-    "modules with one importer": 46,
-    "settings": 297,
-    "file names in two folders": 12,
+    "modules under 60 lines": 48,
+    "modules with one importer": 60,
+    "settings": 330,
+    "file names in two folders": 16,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 40_180,
+    "test lines": 43_500,
 }
 
 
