@@ -19,7 +19,8 @@ from extras.watch.settings import Settings
 from training.episode_rows import EpisodeRows
 from training.messages import print_samples, spread
 
-MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
+MEAN_MISMATCH, MAX_MISMATCH_RATIO = "rollout_mismatch/abs_log_prob_diff", "rollout_mismatch/max_ratio"
+FAR = 10  # times as likely to one as to the other: such a token is a mistake, and no matter of precision
 SHOWN = 2  # responses that are printed of a step that taught nothing
 ENTROPY_COEFF = 0.2  # to try where a policy has to look further; twice the weight in use where that is more
 LONG_EPISODE = 1000  # tokens, one after the other: an untrained model may write them all
@@ -37,7 +38,7 @@ class Watch(Observer):
         if isinstance(settings, Settings):
             self.alarms = [
                 NoSignal(settings.no_signal_steps, run.tokenizer, run.config.actor_rollout_ref.actor.entropy_coeff),
-                MismatchAlarm(settings.max_rollout_mismatch),
+                MismatchAlarm(settings.max_rollout_mismatch, run.config.algorithm.get("rollout_correction")),
             ]
 
     def started(self, step: int) -> None:
@@ -68,11 +69,12 @@ class MismatchAlarm:
     """Warns once when the mean |Δ log-prob| of a step is above `limit`, and again after a step that was not.
 
     Steps that measure nothing (a critic's warm-up, an engine without log-probs) change nothing, nor do those that learn
-    from tokens of older weights (extras/overlap), which differ by design; None: never.
+    from tokens of older weights (extras/overlap), which differ by design; None: never. `correction` is the setting
+    algorithm.rollout_correction, where there is one.
     """
 
-    def __init__(self, limit: float | None) -> None:
-        self.limit = limit
+    def __init__(self, limit: float | None, correction: Any = None) -> None:
+        self.limit, self.is_corrected = limit, bool(correction)
         self.raised = False
 
     def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:
@@ -84,10 +86,20 @@ class MismatchAlarm:
             logger.warning(
                 "%s is %.3g nats a token, above trainer.max_rollout_mismatch=%g: the engine samples from other "
                 "probabilities than the policy has. Often: top_p or top_k, which only the engine applies; its lower "
-                "precision. algorithm.rollout_correction.rollout_is=token weighs what remains.",
-                MEAN_MISMATCH, metrics[MEAN_MISMATCH], self.limit,
+                "precision. %s",
+                MEAN_MISMATCH, metrics[MEAN_MISMATCH], self.limit, self.remedy(metrics),
             )  # fmt: skip
         self.raised = too_far
+
+    def remedy(self, metrics: Mapping[str, float]) -> str:
+        """Names the preset that corrects such a mismatch: by sequence where single tokens are far off, as they spoil
+        the responses that they stand in, else by token (docs/algorithms.md, An experiment)."""
+        if self.is_corrected:
+            return "algorithm.rollout_correction is set, and weighs or drops what differs."
+        is_far = not metrics.get(MAX_MISMATCH_RATIO, 1) <= FAR
+        preset = "decoupled_seq_is" if is_far else "decoupled_token_is"
+        shape = f"single tokens are more than {FAR} times as likely" if is_far else "all tokens differ a little"
+        return f"Set algorithm.rollout_correction={preset}, as {shape}."
 
 
 class NoSignal:
