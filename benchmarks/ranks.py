@@ -311,7 +311,7 @@ AttentionInterface.register(ATTENTION, attention)
 def play_ranks(config: Config, prompts: int, ranks: Sequence[int]) -> list[Played]:
     """Plays each of `ranks`, with rows of so many prompts, in a process of its own, one after the other."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.ranks"])
+    context.set_forkserver_preload(["workers.model_worker", "extras.sharding.fsdp2"])  # not this, their main module
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         return [*pool.map(partial(play_alone, config, prompts), ranks)]
 
