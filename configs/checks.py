@@ -5,12 +5,13 @@ A section refuses what it says itself (`check` in configs/schema.py). Nothing he
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from configs.errors import ConfigError, notice
 from configs.extras import TABLE, check_present, present
 from configs.import_utils import split_object
 from configs.paths import find_path, source_files
-from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, SamplingConfig, check_cut
+from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, SamplingConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -53,12 +54,6 @@ def check_batches(config: Config) -> None:
         raise ConfigError(
             f"data.train_batch_size={prompts} × {ROLLOUT}.n={rollout.n} is one sequence a step: raise either."
         )
-    for key, role in ((ACTOR, config.actor_rollout_ref.actor), ("critic", config.critic)):
-        mini = role.ppo_mini_batch_size
-        if mini is not None and mini > prompts:
-            raise ConfigError(
-                f"{key}.ppo_mini_batch_size={mini} is above data.train_batch_size. Set it to at most {prompts}."
-            )
     for name, wrong, word in (
         ("prompt", rollout.prompt_length < data.max_prompt_length, "below"),
         ("response", rollout.response_length > data.max_response_length, "above"),
@@ -70,20 +65,25 @@ def check_batches(config: Config) -> None:
             )
 
 
-def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> None:
-    """Raises ConfigError unless the longest sequence fits into one pass, wherever passes are cut by tokens."""
-    policy, critic, name = config.actor_rollout_ref, config.critic, "log_prob_max_token_len_per_gpu"
-    if with_critic:  # many of verl's scripts set a critic that is not built
-        check_cut(critic, "critic")
-    by_tokens = [(ACTOR, "ppo_max_token_len_per_gpu", policy.actor)] * cuts_by_tokens(policy.actor)
-    by_tokens += [("critic", "ppo_max_token_len_per_gpu", critic)] * (with_critic and cuts_by_tokens(critic))
-    for key, section in ((ROLLOUT, policy.rollout), *[("actor_rollout_ref.ref", policy.ref)] * with_ref):
-        by_tokens += [(key, name, section)] * (section.log_prob_micro_batch_size_per_gpu is None)
-    longest = config.data.max_prompt_length + policy.rollout.response_length
-    for key, name, section in by_tokens:
-        if section[name] < longest:
+def check_cuts(config: Config, section: Any, key: str) -> None:
+    """Raises ConfigError where a role, whose settings are `section`, at `key`, has mini-batches above a batch, or the
+    longest sequence does not fit into a pass that is cut by tokens."""
+    values, prompts = vars(section), config.data.train_batch_size
+    if (mini := values.get("ppo_mini_batch_size")) and mini > prompts:
+        raise ConfigError(
+            f"{key}.ppo_mini_batch_size={mini} is above data.train_batch_size. Set it to at most {prompts}."
+        )
+    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
+    for kind in ("ppo", "log_prob"):
+        name, by_rows = f"{kind}_max_token_len_per_gpu", f"{kind}_micro_batch_size_per_gpu"
+        if name not in values:
+            continue
+        by_tokens = values[by_rows] is None or values.get("use_dynamic_bsz")
+        if by_tokens and values.get("use_dynamic_bsz") is False:
+            raise ConfigError(f"{key}.use_dynamic_bsz=false needs {key}.{by_rows}, e.g. 8.")
+        if by_tokens and values[name] < longest:
             raise ConfigError(
-                f"{key}.{name}={section[name]} is below max_prompt_length + response_length = {longest}: raise it to "
+                f"{key}.{name}={values[name]} is below max_prompt_length + response_length = {longest}: raise it to "
                 f"at least {longest}."
             )
 

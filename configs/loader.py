@@ -14,11 +14,10 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,10 @@ from configs.extras import absence, absent_extra_of, asked_for, commands, find, 
 from configs.paths import home_spelt_out
 from configs.schema import Config
 from configs.settings import (
-    Frozen,
     Keys,
     assign,
+    check_rules,
+    check_sections,
     defaults,
     delete,
     free_setting,
@@ -385,44 +385,3 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
         reason = "it cannot be null" if value is None else first_line(error)
         help_text = OmegaConf.get_type(node).__dataclass_fields__[parts[-1]].metadata["help"]
         raise ConfigError(f"{key}={value!r}: {reason}. {key}: {help_text}") from error
-
-
-RULES = {
-    "choices": (lambda value, choices: value in choices, "must be one of {}"),
-    "ge": (lambda value, bound: value >= bound, "must be at least {}"),
-    "gt": (lambda value, bound: value > bound, "must be above {}"),
-    "le": (lambda value, bound: value <= bound, "must be at most {}"),
-    "lt": (lambda value, bound: value < bound, "must be below {}"),
-    "filled": (lambda value, _: value.strip() != "", "must not be empty"),
-    "texts": (lambda value, _: is_text_or_texts(value), "must be a text or a list of texts"),
-    "steps": (lambda value, words: value in words or type(value) is int, "must be a whole number, or {}"),
-}
-
-
-def is_text_or_texts(value: Any) -> bool:
-    return all(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
-
-
-def check_sections(section: Any, config: Any, key: str = "") -> None:
-    """Has each section of `config` check itself, the inner ones first."""
-    for item in fields(section):
-        if is_dataclass(value := getattr(section, item.name)):
-            check_sections(value, config, f"{key}.{item.name}".lstrip("."))
-    if isinstance(section, Frozen):
-        section.check(config, key)
-
-
-def check_rules(config: Any, prefix: str = "") -> None:
-    """Raises ConfigError for a value that breaks a rule beside its default."""
-    for item in fields(config):
-        key, value = f"{prefix}{item.name}", getattr(config, item.name)
-        if is_dataclass(value):
-            check_rules(value, f"{key}.")
-            continue
-        if isinstance(value, float) and isnan(value):
-            raise ConfigError(f"{key}=nan is no number. {key}: {item.metadata['help']}")
-        for rule, (holds, words) in RULES.items():
-            if rule in item.metadata and value is not None and not holds(value, item.metadata[rule]):
-                bound = item.metadata[rule]
-                bound = ", ".join(map(str, bound)) if isinstance(bound, tuple) else bound
-                raise ConfigError(f"{key}={value!r} {words.format(bound)}. {key}: {item.metadata['help']}")

@@ -227,16 +227,6 @@ class ActorConfig(section("sharding", "ActorSettings"), section("algorithms", "A
     fsdp_config: TrainFSDPConfig = group(TrainFSDPConfig, "Precision and offloading; the critic's too.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
 
-    def check(self, config: Any, key: str) -> None:
-        super().check(config, key)
-        check_cut(self, key)
-
-
-def check_cut(section: "ActorConfig | CriticConfig", key: str) -> None:
-    """Raises ConfigError where forward passes are cut neither by tokens nor by sequences."""
-    if section.use_dynamic_bsz is False and section.ppo_micro_batch_size_per_gpu is None:
-        raise ConfigError(f"{key}.use_dynamic_bsz=false needs {key}.ppo_micro_batch_size_per_gpu, e.g. 8.")
-
 
 @dataclass
 class RefModelConfig(Frozen):
@@ -609,6 +599,7 @@ class Config(Frozen):
     critic: CriticConfig = group(CriticConfig, "The critic, for estimators that need one.")
     reward: RewardConfig = group(RewardConfig, "Rewards.")
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "The algorithm.")
+    roles: dict[str, Any] = setting({}, "Settings of roles of yours: roles.NAME.KEY=… (model.external_lib).")
     trainer: TrainerConfig = group(TrainerConfig, "The run.")
 
     @property

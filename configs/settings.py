@@ -9,13 +9,14 @@ from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import FrozenInstanceError, asdict, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, ValidationError
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, did_you_mean, first_line
 
 ACTOR = "actor_rollout_ref.actor"
 EACH_EPOCH, LAST = "after_each_epoch", "last"  # for a number of steps
@@ -269,6 +270,63 @@ def in_hydras_grammar(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{in_hydras_grammar(item)}" for name, item in value.items()) + "}"
     return json.dumps(value)
+
+
+RULES = {
+    "choices": (lambda value, choices: value in choices, "must be one of {}"),
+    "ge": (lambda value, bound: value >= bound, "must be at least {}"),
+    "gt": (lambda value, bound: value > bound, "must be above {}"),
+    "le": (lambda value, bound: value <= bound, "must be at most {}"),
+    "lt": (lambda value, bound: value < bound, "must be below {}"),
+    "filled": (lambda value, _: value.strip() != "", "must not be empty"),
+    "texts": (
+        lambda value, _: all(isinstance(item, str) for item in (value if isinstance(value, list) else [value])),
+        "must be a text or a list of texts",
+    ),
+    "steps": (lambda value, words: value in words or type(value) is int, "must be a whole number, or {}"),
+}
+
+
+def check_sections(section: Any, config: Any, key: str = "") -> None:
+    """Has each section of `config` check itself, the inner ones first."""
+    for item in fields(section):
+        if is_dataclass(value := getattr(section, item.name)):
+            check_sections(value, config, f"{key}.{item.name}".lstrip("."))
+    if isinstance(section, Frozen):
+        section.check(config, key)
+
+
+def check_rules(config: Any, prefix: str = "") -> None:
+    """Raises ConfigError for a value that breaks a rule beside its default."""
+    for item in fields(config):
+        key, value = f"{prefix}{item.name}", getattr(config, item.name)
+        if is_dataclass(value):
+            check_rules(value, f"{key}.")
+            continue
+        if isinstance(value, float) and isnan(value):
+            raise ConfigError(f"{key}=nan is no number. {key}: {item.metadata['help']}")
+        for rule, (holds, words) in RULES.items():
+            if rule in item.metadata and value is not None and not holds(value, item.metadata[rule]):
+                bound = item.metadata[rule]
+                bound = ", ".join(map(str, bound)) if isinstance(bound, tuple) else bound
+                raise ConfigError(f"{key}={value!r} {words.format(bound)}. {key}: {item.metadata['help']}")
+
+
+def lay_over(schema: type, values: Mapping[str, Any], config: Any, key: str) -> Any:
+    """Makes a section of the class `schema`, whose place is `key`: `values` over its defaults, which may name settings
+    of `config`; raises ConfigError as for one of the schema."""
+    try:
+        node = OmegaConf.merge(defaults(schema), values)
+        node._set_parent(OmegaConf.create(asdict(config)))
+        section = OmegaConf.to_object(node)
+    except ConfigKeyError as error:
+        unknown, known = f"{key}.{error.full_key}", [f"{key}.{name}" for name in known_keys(defaults(schema))]
+        raise ConfigError(f"unknown key '{unknown}'.{did_you_mean(unknown, known)}", unknown) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}.{error.full_key}: {first_line(error)}") from error
+    check_rules(section, f"{key}.")
+    check_sections(section, config, key)
+    return section
 
 
 class TrainingConfig(dict):

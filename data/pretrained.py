@@ -1,14 +1,19 @@
 """Reads a model's config.json and its tokenizer, and checks them before its weights are loaded."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -19,6 +24,14 @@ from configs.paths import find_path
 from configs.schema import PretrainedModelConfig
 
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # names that configs have for the number of positions
+HEADS = {
+    AutoModelForCausalLM: (MODEL_FOR_CAUSAL_LM_MAPPING, "that continues a text: see docs/models.md"),
+    AutoModelForSequenceClassification: (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "with a score a sequence"),
+    AutoModelForTokenClassification: (
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        "with a value a token: choose another critic, or an algorithm.adv_estimator without one (grpo)",
+    ),
+}
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -51,27 +64,18 @@ def check_positions(config: PretrainedConfig, longest: int, model_key: str, leng
         )
 
 
-def check_is_decoder(config: PretrainedConfig, model_key: str) -> None:
-    """Raises ValueError unless transformers has the model that `model_key` names as one that writes on from a text."""
-    if not is_known(config, MODEL_FOR_CAUSAL_LM_MAPPING, "AutoModelForCausalLM"):
-        raise ValueError(
-            f"{model_key}: transformers has no {config.model_type} that continues a text: see docs/models.md."
-        )
+def check_has_head(config: PretrainedConfig, model_key: str, head: type = AutoModelForCausalLM) -> None:
+    """Raises ValueError unless transformers has the model that `model_key` names as one of the class `head`."""
+    known, words = HEADS[head]
+    if type(config) not in known and head.__name__ not in (config.to_dict().get("auto_map") or {}):  # the folder's code
+        raise ValueError(f"{model_key}: transformers has no {config.model_type} {words}.")
 
 
-def check_has_value_head(config: PretrainedConfig, model_key: str) -> None:
-    """Raises ValueError unless transformers has the model that `model_key` names with a head of one number a token."""
-    if not is_known(config, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, "AutoModelForTokenClassification"):
-        raise ValueError(
-            f"{model_key}: transformers has no {config.model_type} with a value a token: choose another critic, or an "
-            "algorithm.adv_estimator without one (grpo)."
-        )
-
-
-def is_known(config: PretrainedConfig, models: dict[type, type], auto_class: str) -> bool:
-    """Says whether there is a model of this `config` among `models`, or in code of its own folder."""
-    auto_map = config.to_dict().get("auto_map") or {}
-    return type(config) in models or auto_class in auto_map
+def check_same_tokens(policy: PretrainedModelConfig, path: str, key: str) -> None:
+    """Raises ValueError unless the model at `path`, which `key` names, reads token ids as the policy does."""
+    own, other = load_tokenizer(policy), load_tokenizer(replace(policy, path=path, tokenizer_path=None))
+    if own.get_vocab() != other.get_vocab():
+        raise ValueError(f"{key}={path} has other tokens than the policy, whose token ids it would score.")
 
 
 def check_model_path(path: str | None, key: str) -> str:

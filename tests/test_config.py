@@ -25,8 +25,8 @@ from configs.settings import Frozen
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
-from training.preparation import check_algorithm, prepare
-from training.roles import needs_critic, needs_reference
+from training.preparation import check_algorithm, check_roles, prepare
+from training.roles import needed_roles
 from workers import ray_group, vllm_rollout_spmd
 from workers.rollout import load_rollout_class
 
@@ -267,18 +267,18 @@ def test_roles_follow_from_the_arguments_of_the_estimator_whatever_its_name(esti
     estimator(lambda rewards, values, ref_log_prob: (rewards, rewards))
     here = f"trainer.default_local_dir={tmp_path}"
     asking = compose("algorithm.adv_estimator=asking", here)
-    assert needs_critic(asking) and needs_reference(asking)
+    assert needed_roles(asking) == ["actor", "rollout", "ref", "critic"]
     check_algorithm(asking)
     plain = compose("algorithm.adv_estimator=grpo", here, name="ppo_trainer")
-    assert not needs_critic(plain) and not needs_reference(plain)
-    assert needs_critic(compose("critic.enable=true", here))
+    assert needed_roles(plain) == ["actor", "rollout"]
+    assert "critic" in needed_roles(compose("critic.enable=true", here))
     measured = compose("algorithm.adv_estimator=asking", "trainer.val_only=true", here)
-    assert not needs_critic(measured) and not needs_reference(measured)
+    assert needed_roles(measured) == ["actor", "rollout"]
     with pytest.raises(ConfigError, match=r"adv_estimator=asking needs values, and critic\.enable=false"):
         check_algorithm(compose("algorithm.adv_estimator=asking", "critic.enable=false", here))
     too_long = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"  # checked, as the reference will be there
     with pytest.raises(ConfigError, match=r"ref\.log_prob_max_token_len_per_gpu=9 is below"):
-        check_algorithm(compose("algorithm.adv_estimator=asking", too_long, here))
+        check_roles(compose("algorithm.adv_estimator=asking", too_long, here))
 
 
 def test_values_with_a_default_ask_for_no_critic(estimator):
@@ -286,7 +286,7 @@ def test_values_with_a_default_ask_for_no_critic(estimator):
     config = compose(
         "algorithm.adv_estimator=asking", "algorithm.adv_estimator_kwargs={anything: 1}", name="ppo_trainer"
     )
-    assert not needs_critic(config) and not needs_reference(config)
+    assert needed_roles(config) == ["actor", "rollout"]
     check_algorithm(config)
 
 
@@ -392,7 +392,10 @@ REFUSED_ALGORITHMS = [
     [
         (["data.train_batch_size=1", "actor_rollout_ref.rollout.n=1"], "one sequence a step.* raise either"),
         (["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=5"], "actor.*Set it to at most 4"),
-        (["data.train_batch_size=4", "critic.ppo_mini_batch_size=5"], "^critic.ppo_mini_batch_size=5 .* at most 4"),
+        (
+            ["data.train_batch_size=4", "critic.ppo_mini_batch_size=5", "critic.enable=true"],
+            "^critic.ppo_mini_batch_size=5 .* at most 4",
+        ),
         (["actor_rollout_ref.actor.use_dynamic_bsz=false"], r"needs .*ppo_micro_batch_size_per_gpu, e\.g\. 8"),
         (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"], "is below .* = 25: raise it to at least 25"),
         (["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24"], "rollout.log_prob_max.* at least 25"),
@@ -438,10 +441,13 @@ def test_settings_that_contradict_each_other_are_refused_with_a_way_out(override
         config = compose(*overrides)
         check_config(config)
         check_algorithm(config)
+        check_roles(config)
 
 
 def test_settings_of_a_critic_that_nobody_builds_are_not_refused():
-    check_algorithm(compose("algorithm.adv_estimator=grpo", "critic.use_dynamic_bsz=false"))
+    check_roles(
+        compose("algorithm.adv_estimator=grpo", "critic.use_dynamic_bsz=false", "critic.ppo_mini_batch_size=99")
+    )
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -20,7 +20,7 @@ from configs.loader import options
 from tests.runs import ROOT, compose, learning_metrics, needs_algorithms, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, AdvantageEstimator, get_policy_loss
 from training.preparation import check_algorithm
-from training.roles import needs_critic, needs_reference
+from training.roles import needed_roles
 
 # Answers nearly always differ in it, so that no group ties; `even` and `short` are two rewards for gdpo.
 REWARD = """
@@ -79,7 +79,7 @@ def is_whole(recipe: str) -> bool:
 RECIPES = [*filter(is_whole, options("recipe"))]
 # What a recipe is known by, beside its estimator and its loss.
 ROLES = {"ppo": "critic", "pf_ppo": "critic"} | dict.fromkeys(
-    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"), "reference"
+    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"), "ref"
 )
 
 
@@ -88,8 +88,7 @@ ROLES = {"ppo": "critic", "pf_ppo": "critic"} | dict.fromkeys(
 def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe, name):
     files = [] if name == "frozenlake" else ["data.train_files=Makefile", "data.val_files=Makefile"]
     config = compose(f"recipe={recipe}", *files, name=name)
-    roles = {"critic": needs_critic(config), "reference": needs_reference(config)}
-    assert [name for name, there in roles.items() if there] == ([ROLES[recipe]] if recipe in ROLES else [])
+    assert needed_roles(config)[2:] == ([ROLES[recipe]] if recipe in ROLES else [])
     actor = config.actor_rollout_ref.actor
     check_config(config)
     check_algorithm(config)

@@ -12,60 +12,49 @@ from tests.runs import compose, learning_metrics, short_run
 from training.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 from training.preparation import prepare
 from training.roles import ROLES, columns_read, needed_roles
+from workers.model_worker import model_bytes
+from workers.parallel import Replicas
 
 GUESSER = """
-import torch
-
+from dataclasses import dataclass
+from transformers import AutoModelForTokenClassification
+from configs.schema import CriticConfig
+from configs.settings import setting
 from data.protocol import DataProto
-from data.seeding import forked_rng
 from training.core_algos import register_adv_est
-from training.roles import RoleSpec, register_role
+from training.roles import ROLES, RoleSpec, register_role
 from workers.engine import TrainedModel
-from workers.micro_batches import MicroBatchSize, PooledMetrics, cut_share, score
+from workers.micro_batches import MicroBatchSize, cut_share, score
 
+@dataclass
+class Settings(CriticConfig):
+    unit: float = setting(1.0, "What a guess is counted in.", gt=0)
 
 class Guesser(TrainedModel):
-    '''Learns to guess the score of a response from each of its tokens.'''
+    def compute(self, batch):
+        guesses = score(self.engine.module, batch, self.size, 1.0, ["values"]).values
+        return DataProto.from_dict({"guesses": guesses * self.unit * batch.batch["response_mask"]})
 
-    def __init__(self, engine, size):
-        super().__init__(engine)
-        self.size = size
-
-    def compute(self, batch, columns):
-        assert columns == ["guesses"]
-        with self.engine.at_work(), self.engine.autocast():
-            guesses = score(self.engine.module, batch, self.size, temperature=1.0, ask=["values"]).values
-        return DataProto.from_dict({"guesses": guesses * batch.batch["response_mask"]})
+    def loss(self, micro, tokens):
+        guesses = self.engine.module.token_scores(micro, 1.0, ["values"]).values
+        if micro.is_dummy:
+            return 0 * guesses.sum()
+        return ((guesses * self.unit - micro.columns["returns"]) ** 2 * micro.columns["response_mask"]).sum() / tokens
 
     def update(self, batch, update):
-        metrics = PooledMetrics()
-
-        def losses():
-            for micro in cut_share(batch, self.size, ["response_mask", "returns"], self.engine.module):
-                guess = self.engine.module.token_scores(micro, temperature=1.0, ask=["values"]).values
-                if micro.is_dummy:
-                    yield 0 * guess.sum()
-                    continue
-                mask = micro.columns["response_mask"]
-                loss = ((guess - micro.columns["returns"]) ** 2 * mask).sum() / update.counts["batch_num_tokens"]
-                metrics.add_sum("guesser/loss", loss)
-                yield loss
-
-        with forked_rng(update.seed), self.engine.at_work():
-            stepped = self.engine.update(losses(), update.step)
-        return metrics.reduce() | {f"guesser/{name}": value for name, value in stepped.items()}
-
+        micros = cut_share(batch, self.size, ["response_mask", "returns"], self.engine.module)
+        losses = (self.loss(micro, update.counts["batch_num_tokens"]) for micro in micros)
+        return {f"guesser/{name}": value for name, value in self.engine.update(losses, update.step).items()}
 
 def build(worker):
-    config = worker.config.critic
-    engine = worker.train(worker.load_values(config.model.path), config.optim)
-    return Guesser(engine, MicroBatchSize.of_updates(config))
+    settings = ROLES["guesser"].settings(worker.config)
+    guesser = Guesser(worker.train(worker.load_values(settings.model.path), settings.optim))
+    guesser.size, guesser.unit = MicroBatchSize.of_updates(settings), settings.unit
+    return guesser
 
-
-register_role(
-    RoleSpec("guesser", build, section="critic", columns=("guesses",), arguments=("columns",), update="update")
-)
-
+register_role(RoleSpec(
+    "guesser", build, section=Settings, head=AutoModelForTokenClassification, columns=("guesses",), update="update"
+))
 
 @register_adv_est("better_than_guessed")
 def better_than_guessed(token_level_rewards, response_mask, guesses):
@@ -97,7 +86,7 @@ def test_a_fifth_role_of_a_users_file_learns_and_is_in_checkpoints(tmp_path, tin
     )
     main.run(compose(*whole))
     metrics = learning_metrics(tmp_path / "whole")
-    assert all(metrics[step]["guesser/loss"] >= 0 and metrics[step]["guesser/grad_norm"] > 0 for step in (1, 2, 3, 4))
+    assert all(metrics[step]["guesser/grad_norm"] > 0 for step in (1, 2, 3, 4))
     assert sorted(part.name for part in (tmp_path / "whole/global_step_2").iterdir() if part.is_dir()) == [
         "actor", "guesser",
     ]  # fmt: skip
@@ -113,6 +102,32 @@ def test_a_role_plays_only_where_its_columns_are_read(tiny_model, tmp_path, gues
     assert needed_roles(config) == ["actor", "rollout", "guesser"]
     assert needed_roles(compose(*short_run(tiny_model, tmp_path, NO_KL))) == ["actor", "rollout"]
     assert "guesser" in needed_roles(compose(*short_run(tiny_model, tmp_path, NO_KL)), trainer_reads=["guesses"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["roles.guesser.optim.lrr=1"], r"unknown key 'roles\.guesser\.optim\.lrr'\. Did you mean '.*optim\.lr'\?"),
+        (["roles.guesser.unit=0"], r"roles\.guesser\.unit=0.* must be above 0"),
+        (["roles.guesser.unit=much"], r"roles\.guesser\.unit: Value 'much'"),
+        (["roles.guesser.ppo_mini_batch_size=99"], r"roles\.guesser\.ppo_mini_batch_size=99 is above data"),
+        (["roles.gueser.unit=2"], r"roles\.gueser: no role of this name has settings there\. Did you mean 'guesser'\?"),
+    ],
+)
+def test_settings_of_a_users_role_are_checked(tiny_model, tmp_path, guesser, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare(compose(*short_run(tiny_model, tmp_path, *guesser, *settings)))
+
+
+def test_a_users_role_has_its_settings_and_those_that_its_defaults_name(tiny_model, tmp_path, guesser):
+    run = short_run(tiny_model, tmp_path, *guesser, "roles.guesser={optim: {lr: 0.5}, unit: 2}")
+    config = compose(*run, "actor_rollout_ref.actor.loss_agg_mode=token-sum")
+    prepare(config)
+    settings = ROLES["guesser"].settings(config)
+    assert (settings.optim.lr, settings.unit, settings.loss_agg_mode) == (0.5, 2.0, "token-sum")
+    assert settings.model.path == str(tiny_model)
+    held = model_bytes(config, {"policy": Replicas()})
+    assert held["guesser"] > 15 / 16 * held["actor"]  # of a head of one number a token
 
 
 KL = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1", "env.val_episodes=0"]
@@ -143,7 +158,7 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path, tiny_model):
     tokenizer.add_tokens(["<other>"])
     tokenizer.save_pretrained(tmp_path / "teacher")
     teacher = f"actor_rollout_ref.ref.model.path={tmp_path}/teacher"
-    with pytest.raises(ConfigError, match=r"ref\.model\.path.*other tokens than the policy"):
+    with pytest.raises(ValueError, match=r"ref\.model\.path.*other tokens than the policy"):
         prepare(compose(*short_run(tiny_model, tmp_path / "run", teacher, *KL)))
 
 

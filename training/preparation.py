@@ -1,7 +1,7 @@
 """Builds and checks everything a run needs beside its workers, before any model is loaded."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,20 +10,14 @@ from rich.progress import track
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import check_token_budgets
+from configs.checks import check_cuts
 from configs.errors import ConfigError, did_you_mean, notice
 from configs.extras import Registry, check_present, find
 from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
 from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RolloutConfig
 from data.chat import ChatFormat, shows_tools, tool_kwargs
-from data.pretrained import (
-    check_has_value_head,
-    check_is_decoder,
-    check_positions,
-    load_model_config,
-    load_tokenizer,
-)
+from data.pretrained import check_has_head, check_positions, load_model_config, load_tokenizer
 from data.rl_dataset import (
     PROGRESS_BAR_FROM,
     OverlongPrompt,
@@ -59,13 +53,16 @@ from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.reward import ChecksRows, RewardManager, load_reward_manager
 from training.roles import (
+    ROLES,
     TEACHER_KEY,
     columns_made,
     loss_reads,
     loss_settings,
+    models_of,
     needed_roles,
     policy_loss_of,
     stages,
+    teaches,
 )
 from training.tracking import check_observers
 
@@ -86,16 +83,8 @@ class Parts:
     began: float = field(default_factory=time.monotonic)
 
     def build_trainer(self, config: Config, roles: Mapping[str, Any]) -> RayPPOTrainer:
-        trainer = self.trainer_class(
-            config,
-            tokenizer=self.tokenizer,
-            roles=roles,
-            reward=self.reward,
-            train_loader=self.train_loader,
-            val_loader=self.val_loader,
-            game=self.game,
-            total_steps=self.total_steps,
-        )
+        names = ("tokenizer", "reward", "train_loader", "val_loader", "game", "total_steps")
+        trainer = self.trainer_class(config, roles=roles, **{name: vars(self)[name] for name in names})
         trainer.began = self.began
         return trainer
 
@@ -111,7 +100,8 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
         trainer_class = find("trainer", config.trainer.async_mode)(trainer_class, config)
     check_observers(config)
     check_algorithm(config)
-    check_models(config)
+    check_models(config, trainer_class.reads)
+    check_roles(config, trainer_class.reads)
     checkpoint_to_resume(config)  # or raises
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -135,16 +125,8 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
         check_rows(config.actor_rollout_ref.rollout, loader, positions)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
-    return Parts(
-        tokenizer=tokenizer,
-        reward=reward,
-        train_loader=train_loader,
-        val_loader=val_loader,
-        environment=environment,
-        game=build_env_setup(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None,
-        total_steps=total_steps,
-        trainer_class=trainer_class,
-    )
+    game = build_env_setup(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None
+    return Parts(tokenizer, reward, train_loader, val_loader, environment, game, total_steps, trainer_class)
 
 
 def plays_episodes(config: Config) -> bool:
@@ -173,29 +155,33 @@ def prompts_read(dataset: Dataset) -> list[np.ndarray]:
     return dataset.prompt_ids if isinstance(dataset, RLHFDataset) else []
 
 
-def check_models(config: Config) -> None:
+def check_models(config: Config, trainer_reads: Collection[str]) -> None:
     """Checks by the config.json of each model that it has the head, and positions for the longest sequence."""
-    actor, ref, roles = config.actor_rollout_ref, config.actor_rollout_ref.ref.model.path, needed_roles(config)
-    teaches = ref != actor.model.path
-    if teaches and not config.trainer.val_only and "ref" not in roles:
+    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
+    for spec, key, model in models_of(config, trainer_reads):
+        model_config = load_model_config(model, model.path, f"{key}.path")
+        check_has_head(model_config, f"{key}.path", spec.head)
+        if spec.like_policy:
+            check_positions(model_config, longest, f"{key}.path", "data.max_prompt_length + data.max_response_length")
+    policy, key = config.policy_model, "actor_rollout_ref.model"
+    find("adapter", policy.adapter, key).check_settings(policy, key)
+
+
+def check_roles(config: Config, trainer_reads: Collection[str] = ()) -> None:
+    """Has each role of a run check its settings; raises ConfigError, also for settings of a role that there is not."""
+    needed = needed_roles(config, trainer_reads)
+    own = [name for name, spec in ROLES.items() if not isinstance(spec.section, str)]
+    for name in config.roles.keys() - own:
+        raise ConfigError(f"roles.{name}: no role of this name has settings there.{did_you_mean(name, own)}")
+    if teaches(config) and not config.trainer.val_only and "ref" not in needed:
         raise ConfigError(
             f"{TEACHER_KEY}.path names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor."
             "use_kl_loss=true or algorithm.use_kl_in_reward=true, or leave it out."
         )
-    models = [("actor_rollout_ref.model.path", actor.model.path, check_is_decoder)]
-    models += [(f"{TEACHER_KEY}.path", ref, check_is_decoder)] if teaches else []
-    models += [("critic.model.path", config.critic.model.path, check_has_value_head)] if "critic" in roles else []
-    longest = config.data.max_prompt_length + actor.rollout.response_length
-    for key, path, check_kind in models:
-        model_config = load_model_config(actor.model, path, key)
-        check_kind(model_config, key)
-        check_positions(model_config, longest, key, "data.max_prompt_length + data.max_response_length")
-    find("adapter", actor.model.adapter, "actor_rollout_ref.model").check_settings(
-        actor.model, "actor_rollout_ref.model"
-    )
-    tokenizers = [load_tokenizer(replace(actor.model, path=path)) for path in (ref, actor.model.path) if teaches]
-    if teaches and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-        raise ConfigError(f"{TEACHER_KEY}.path={ref} has other tokens than the policy, whose token ids it would score.")
+    for spec in map(ROLES.get, needed):
+        if spec.section:
+            check_cuts(config, spec.settings(config), spec.key)
+        spec.check(config)
 
 
 def check_algorithm(config: Config) -> None:
@@ -220,8 +206,6 @@ def check_algorithm(config: Config) -> None:
         stage.check(config)
     extra_kwargs = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
     bind_policy_loss(function, TENSOR_ARGS, None, None, extra_kwargs, f"{loss_key}={settings.loss_mode}")
-    roles = needed_roles(config)
-    check_token_budgets(config, "ref" in roles, "critic" in roles)
 
 
 def check_known(config: Config, key: str, name: str, registry: Registry) -> None:

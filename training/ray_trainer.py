@@ -90,6 +90,7 @@ class RayPPOTrainer(Run):
             in_background=config.actor_rollout_ref.actor.checkpoint.async_save,
             can_validate=val_loader is not None or (game is not None and config.env.val_episodes > 0),
         )
+        self.settings = {name: role.spec.settings(config) for name, role in trained.items()}
         self.roles, self.rollout, self.actor = roles, roles["rollout"], roles["actor"]
         self.num_workers = sum({id(role.group): role.group.size for role in roles.values()}.values())
         self.stages = [stage(self) for stage in stages(config)]
@@ -236,8 +237,7 @@ class RayPPOTrainer(Run):
         for name, role in self.models.items():
             if role is not self.actor:
                 with timer(f"update_{name}", timing):
-                    parts = mini_batches(batch, config, role.spec.settings(config), self.global_step)
-                    metrics |= self.learn(role, parts)
+                    metrics |= self.learn(role, mini_batches(batch, config, self.settings[name], self.global_step))
         if self.policy_learns:
             with timer("update_actor", timing):
                 metrics |= self.learn(self.actor, self.policy_updates(batch, self.global_step))

@@ -5,14 +5,18 @@ driver and by every worker.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from configs.errors import MayPass
 from configs.extras import asked_for, find, present
 from configs.import_utils import load_extern_object, required_arguments
-from configs.schema import Config
+from configs.schema import Config, PretrainedModelConfig
+from configs.settings import lay_over
+from data.pretrained import check_same_tokens
 from training.advantage import estimator_needs
 from training.losses import TENSOR_ARGS, PolicyLoss, ReadableNamespace, get_policy_loss
 
@@ -39,7 +43,9 @@ class RoleSpec:
         name: of the role; in a checkpoint, of its folder.
         build: called in each worker with its `ModelWorker`, returns the object whose methods `Role` calls; a function,
             or "module:function".
-        section: its settings in the config; one that learns has optim, ppo_epochs, ppo_mini_batch_size and shuffle.
+        section: its settings in the config, or a dataclass of defaults: they are set at roles.NAME. One that learns has
+            optim, ppo_epochs, ppo_mini_batch_size and shuffle.
+        head: transformers' class of its model, whose path the section has at model.path, or the config at `model`.
         columns: that its method `compute` makes of a batch; `compute` is called with rows and `arguments`.
         arguments: of `compute`: the sampling "temperature", the "columns" that are read.
         objects: columns of objects that it reads.
@@ -49,11 +55,14 @@ class RoleSpec:
         like_policy: its layers are split as the policy's are, and a prompt like the row before's costs it nothing.
         turn: when it is built: below 0 before the policy has an optimiser, above 0 when others have what they need.
         wanted: says of a config whether the role plays even if nobody reads its columns.
+        check: raises ConfigError for settings with which it cannot work; called where it plays, before a worker starts.
     """
 
     name: str
     build: Callable[[Any], Any] | str
-    section: str = ""
+    section: str | type = ""
+    head: type | None = None
+    model: str = ""
     columns: tuple[str, ...] = ()
     compute: str = "compute"
     arguments: tuple[str, ...] = ()
@@ -64,9 +73,24 @@ class RoleSpec:
     turn: int = 0
     wanted: Callable[[Config], bool] = lambda config: False
     reads: Callable[[Config], Mapping[str, Collection[str]]] = lambda config: {}
+    check: Callable[[Config], None] = lambda config: None
+
+    @property
+    def key(self) -> str:
+        """Names the place of its settings."""
+        return self.section if isinstance(self.section, str) else f"roles.{self.name}"
 
     def settings(self, config: Config) -> Any:
-        return reduce(getattr, self.section.split("."), config)
+        if isinstance(self.section, str):
+            return reduce(getattr, self.section.split("."), config)
+        return lay_over(self.section, config.roles.get(self.name, {}), config, self.key)
+
+    def model_of(self, config: Config) -> tuple[str, PretrainedModelConfig]:
+        """Returns the key of its model, and the settings of that; with a path alone, it is like the policy's."""
+        model = reduce(getattr, self.model.split("."), config) if self.model else self.settings(config).model
+        if not isinstance(model, PretrainedModelConfig):
+            model = replace(config.policy_model, path=model.path)
+        return self.model or f"{self.key}.model", model
 
     def builder(self) -> Callable[[Any], Any]:
         return load_extern_object(*self.build.split(":")) if isinstance(self.build, str) else self.build
@@ -92,11 +116,23 @@ def always(config: Config) -> bool:
     return True
 
 
+def teaches(config: Config) -> bool:
+    """Says whether the reference is another model than the policy."""
+    return config.actor_rollout_ref.ref.model.path != config.policy_model.path
+
+
+def check_teacher(config: Config) -> None:
+    if teaches(config):
+        check_same_tokens(config.policy_model, config.actor_rollout_ref.ref.model.path, f"{TEACHER_KEY}.path")
+
+
 for entry in (
     RoleSpec(
         name="actor",
         build="workers.dp_actor:build_actor",
         section="actor_rollout_ref.actor",
+        head=AutoModelForCausalLM,
+        model="actor_rollout_ref.model",
         columns=OF_POLICY,
         compute="compute_log_prob",
         arguments=("temperature", "columns"),
@@ -119,16 +155,19 @@ for entry in (
         name="ref",
         build="workers.dp_actor:build_reference",
         section="actor_rollout_ref.ref",
+        head=AutoModelForCausalLM,
         columns=("ref_log_prob",),
         compute="compute_log_prob",
         arguments=("temperature", "columns"),
         turn=-1,
+        check=check_teacher,
         reads=lambda config: {"compute_log_prob": ()},
     ),
     RoleSpec(
         name="critic",
         build="workers.dp_critic:build_critic",
         section="critic",
+        head=AutoModelForTokenClassification,
         columns=("values",),
         compute="compute_values",
         update="update_critic",
@@ -166,14 +205,10 @@ def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[st
     return [name for name, spec in ROLES.items() if spec.wanted(config) or not read.isdisjoint(spec.columns)]
 
 
-def needs_critic(config: Config) -> bool:
-    """Says what verl's need_critic does."""
-    return "critic" in needed_roles(config)
-
-
-def needs_reference(config: Config) -> bool:
-    """Says what verl's need_reference_policy does."""
-    return "ref" in needed_roles(config)
+def models_of(config: Config, trainer_reads: Collection[str] = ()) -> list[tuple[RoleSpec, str, PretrainedModelConfig]]:
+    """Lists the roles of a run that have a model, its key and its settings."""
+    specs = map(ROLES.get, needed_roles(config, trainer_reads))
+    return [(spec, *spec.model_of(config)) for spec in specs if spec.head]
 
 
 def columns_read(config: Config, updates_policy: bool = True) -> set[str]:

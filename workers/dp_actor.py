@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -179,24 +179,14 @@ class DataParallelPPOActor(TrainedModel):
         return loss
 
 
+@dataclass
 class ReferencePolicy:
-    """Scores by a frozen policy.
+    """Scores by a frozen policy."""
 
-    Args:
-        module: its model.
-        log_prob_size: what a forward pass may hold.
-        autocast: the actor's precision, so that equal weights have no KL.
-        at_work: the block in which its weights are where they are needed, and are its own.
-    """
-
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        log_prob_size: MicroBatchSize,
-        autocast: Callable[[], AbstractContextManager] = nullcontext,
-        at_work: Callable[[], AbstractContextManager] = nullcontext,
-    ) -> None:
-        self.module, self.log_prob_size, self.autocast, self.at_work = module, log_prob_size, autocast, at_work
+    module: PreTrainedModel
+    log_prob_size: MicroBatchSize  # what a forward pass may hold
+    autocast: Callable[[], AbstractContextManager] = nullcontext  # the actor's, so that equal weights have no KL
+    at_work: Callable[[], AbstractContextManager] = nullcontext  # in which its weights are there, and its own
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
         """Computes `columns`, which are [ref_log_prob]: [B, R] float32, 0 where the policy produced no token."""

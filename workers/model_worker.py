@@ -10,13 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, warns_of_close
 from configs.import_utils import load_modules
@@ -27,7 +21,7 @@ from data.seeding import derive_seed, forked_rng
 from data.types import SamplingParams
 from training.environment import worker_env_setup
 from training.mini_batches import first_policy_step
-from training.roles import ROLES, needed_roles
+from training.roles import ROLES, models_of
 from workers.agent_loop import AgentLoop
 from workers.collectives import common_notice, group_size, rank
 from workers.engine import TrainEngine, compute_dtype, precision_notice
@@ -205,26 +199,20 @@ def memory_report(config: Config, layouts: Mapping[str, Replicas], card: int) ->
 
 def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, int]:
     """Counts the bytes of a GPU that the models of each role take."""
-    policy, roles = config.actor_rollout_ref, needed_roles(config)
-    size = parameter_count(policy.model, policy.model.path, "actor_rollout_ref.model.path", AutoModelForCausalLM)
-    trains_all = policy.model.adapter == "none"
-    role_bytes = {"actor": layouts["policy"].bytes_held(size, policy.actor.optim if trains_all else None)}
-    if "ref" in roles and trains_all:
-        role_bytes["ref"] = layouts["ref"].bytes_held(size, None)
-    if "critic" in roles:
-        path, kind = config.critic.model.path, AutoModelForTokenClassification
-        size = parameter_count(policy.model, path, "critic.model.path", kind)
-        role_bytes["critic"] = layouts["policy"].bytes_held(size, config.critic.optim)
-    if "rm" in roles:
-        judge = config.reward.reward_model.model
-        size = parameter_count(judge, judge.path, "reward.reward_model.model.path", AutoModelForSequenceClassification)
-        role_bytes["rm"] = layouts["rm"].bytes_held(size, None)
+    policy, role_bytes = config.actor_rollout_ref.model, {}
+    for spec, key, model in models_of(config):
+        has_adapter = policy.adapter != "none" and model.path == policy.path
+        if has_adapter and spec.like_policy and not spec.update:
+            continue  # it is the policy without its adapter
+        optim = spec.settings(config).optim if spec.update and not (has_adapter and spec.name == "actor") else None
+        layout, size = layouts.get(spec.name, layouts["policy"]), parameter_count(model, f"{key}.path", spec.head)
+        role_bytes[spec.name] = layout.bytes_held(size, optim)
     return role_bytes
 
 
-def parameter_count(settings: PretrainedModelConfig, path: str | None, key: str, auto_class: type) -> int:
+def parameter_count(settings: PretrainedModelConfig, key: str, head: type) -> int:
     """Counts a model's numbers, without its weights in memory; shared ones count once."""
-    config = load_model_config(settings, path, key)
+    config = load_model_config(settings, settings.path, key)
     with torch.device("meta"):
-        model = auto_class.from_config(config, trust_remote_code=settings.trust_remote_code)
+        model = head.from_config(config, trust_remote_code=settings.trust_remote_code)
     return sum(weight.numel() for weight in model.parameters())

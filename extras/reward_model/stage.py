@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedTokenizerBase
 
 from configs.schema import Config, PretrainedModelConfig
 from data.chat import Prompt, as_text, encode_pieces, render
-from data.pretrained import is_known, load_model_config, load_tokenizer
+from data.pretrained import check_has_head, load_model_config, load_tokenizer
 from data.protocol import DataProto, object_array
 from data.types import Metrics, Stage
 from training.reward import place_scores, reward_of
@@ -52,8 +52,7 @@ class ModelScores(Stage):
 
 def check_is_reward_model(config: PretrainedConfig, model_key: str) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names with one number a sequence."""
-    if not is_known(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "AutoModelForSequenceClassification"):
-        raise ValueError(f"{model_key}: transformers has no {config.model_type} with a score a sequence.")
+    check_has_head(config, model_key, AutoModelForSequenceClassification)
     if config.num_labels != 1:
         raise ValueError(f"{model_key}: it has {config.num_labels} outputs a sequence, and a reward model has one.")
 

@@ -9,7 +9,7 @@ from configs.errors import ConfigError
 from configs.schema import AgentConfig, Config
 from data.pretrained import load_model_config
 from extras.sharding.settings import asks_for_it, shard_count
-from training.roles import needs_critic
+from training.roles import models_of
 from workers.collectives import compute_together, group_size
 from workers.parallel import Replicas
 
@@ -85,11 +85,10 @@ def check_parts(config: Config, workers: int) -> None:
     from extras.sharding.tensor_parallel import check_split
 
     policy, parts = config.actor_rollout_ref, config.actor_rollout_ref.actor.tensor_parallel_size
-    paths = {"actor_rollout_ref.model.path": policy.model.path}
-    if needs_critic(config):
-        paths["critic.model.path"] = config.critic.model.path
-    for key, path in paths.items():
-        check_split(load_model_config(policy.model, path, key), parts, workers // config.trainer.nnodes)
+    for spec, key, model in models_of(config):
+        if spec.like_policy:
+            model_config = load_model_config(model, model.path, f"{key}.path")
+            check_split(model_config, parts, workers // config.trainer.nnodes)
     if policy.model.adapter != "none":
         raise ConfigError(f"{PARTS_KEY}={parts}: LoRA's matrices are not split. Set it to 1, and shard the model.")
     plays = config.env.id or policy.rollout.multi_turn.enable or policy.rollout.agent != AgentConfig()

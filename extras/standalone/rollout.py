@@ -10,7 +10,7 @@ from configs.extras import find
 from configs.import_utils import load_modules
 from configs.process import worker_threads
 from configs.schema import ModelConfig, RolloutConfig
-from data.pretrained import check_is_decoder, check_positions, load_model_config
+from data.pretrained import check_has_head, check_positions, load_model_config
 from workers.engine import compute_dtype
 from workers.models import load_causal_lm, training_device
 from workers.rollout import build_rollout, load_rollout_class
@@ -35,7 +35,7 @@ class StandaloneRollout:
         engine_class.check(rollout, workers=1, gpus=int(self.device.type == "cuda"))
         longest = rollout.prompt_length + rollout.response_length
         model_config = load_model_config(model, model.path, "model.path")
-        check_is_decoder(model_config, "model.path")
+        check_has_head(model_config, "model.path")
         check_positions(model_config, longest, "model.path", "data.max_prompt_length + max_response_length")
         find("adapter", model.adapter).check_settings(model, "model")
         self.vocab_size = model_config.get_text_config().vocab_size

@@ -45,6 +45,7 @@ from training.core_algos import (
 )
 from training.losses import zero_masked
 from training.metric_utils import timer
+from training.roles import needed_roles
 
 OpenAIFunctionToolSchema = OpenAIFunctionSchema = ToolSchema
 OpenAIFunctionParametersSchema = OpenAIFunctionPropertySchema = ToolSchema
@@ -420,3 +421,13 @@ if __name__ == "__main__":
     StandIns.install()
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def needs_critic(config: schema.Config) -> bool:
+    """Says what verl's need_critic does."""
+    return "critic" in needed_roles(config)
+
+
+def needs_reference(config: schema.Config) -> bool:
+    """Says what verl's need_reference_policy does."""
+    return "ref" in needed_roles(config)
