@@ -26,6 +26,11 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "rollout": {"generate_sequences": "extras.verl.engines:WholeBatches"},  # of an engine that defines it itself
     "sync": {"plain": "workers.weight_sync:WeightSync", "certificate": "extras.certificate.certificate:Certificate"},
+    "vision": {  # by the model_type of a config.json: how such models read images
+        "qwen2_vl": "extras.images.families:Qwen2VL",
+        "qwen2_5_vl": "extras.images.families:Qwen2VL",
+        "idefics3": "extras.images.families:Idefics3",
+    },
     "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
     "parallel": {"replicas": "workers.parallel:Replicas", "fsdp2": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
@@ -142,6 +147,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "dry_run": ("trainer.dry_run",),
     "datagen": ("data.datagen",),
     "curriculum": ("data.source_weights",),
+    "images": ("data.image_key", "actor.freeze_vision_tower"),
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
     "restarts": ("trainer.max_restarts",),
     "best": ("trainer.save_best", "trainer.early_stop"),

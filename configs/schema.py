@@ -54,7 +54,7 @@ class FileRows(Open):
 
 
 @dataclass
-class DataConfig(section("datagen"), section("curriculum"), FileRows):
+class DataConfig(section("datagen"), section("curriculum"), section("images"), FileRows):
     train_files: Any = setting(None, "Training rows: files, folders, globs, datasets:N, reasoning_gym:T.", texts=True)
     val_files: Any = setting(None, "Validation rows, as train_files; null: no validation on rows.", texts=True)
     train_max_samples: int = setting(-1, "Use at most this many training rows; -1: all.", ge=-1)
@@ -204,7 +204,7 @@ class LayoutConfig(Frozen):
 
 
 @dataclass
-class ActorConfig(section("sharding", "ActorSettings"), section("algorithms", "ActorSettings"), LayoutConfig):
+class ActorConfig(*(section(extra, "ActorSettings") for extra in ("sharding", "algorithms", "images")), LayoutConfig):
     ppo_mini_batch_size: int | None = setting(None, "Prompts per optimiser step; null: all, on-policy.", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Sequences per forward pass; null: as tokens allow.", ge=1)
     use_dynamic_bsz: bool | None = setting(None, "Cut passes by tokens; null: unless a number of sequences is set.")

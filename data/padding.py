@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.protocol import DataProto, object_array
-from data.types import Sample
+from data.types import Sample, media_of
 from data.wire import positions
 
 
@@ -20,7 +20,8 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
 
     int64: prompts [B, P], responses, response_mask and weight_versions [B, R], input_ids, attention_mask and
     position_ids [B, P+R];
-    float32: rollout_log_probs [B, R]; objects [B]: end_reason, and one column for each of the `extras`.
+    float32: rollout_log_probs [B, R]; objects [B]: end_reason, one column for each of the `extras`, and media where the
+    model reads any.
     Asserts that every sample fits, and that all have the same extras.
     """
     for sample in samples:
@@ -48,6 +49,8 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
     names = samples[0].extras if samples else {}
     assert all(sample.extras.keys() == names.keys() for sample in samples), "samples with different extras"
     objects = {name: object_array([sample.extras[name] for sample in samples]) for name in names}
+    if any(media_of(sample.prompt_ids) is not None for sample in samples):
+        objects["media"] = object_array([media_of(sample.prompt_ids) for sample in samples])
     return DataProto.from_dict(
         columns, {**objects, "end_reason": object_array([sample.end_reason for sample in samples])}
     )
@@ -81,6 +84,8 @@ def repeats_prompt(batch: DataProto) -> Tensor:
     prompts = torch.where(mask == 1, ids, -1)
     repeats = torch.zeros(len(batch), dtype=torch.bool)
     repeats[1:] = (prompts[1:] == prompts[:-1]).all(1)
+    if (media := batch.non_tensor_batch.get("media")) is not None:
+        repeats[1:] &= torch.from_numpy((media[1:] == media[:-1]).astype(bool))
     return repeats
 
 

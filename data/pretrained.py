@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from configs.errors import first_line
+from configs.extras import TABLE, find
 from configs.paths import find_path
 from configs.schema import PretrainedModelConfig
 
@@ -46,6 +48,18 @@ def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) 
     return config
 
 
+def vision_of(config: PretrainedConfig, key: str = "") -> Any | None:
+    """Finds the class by which models of this `config` read images; None: they read text alone."""
+    kind = config.model_type
+    return find("vision", kind, key) if kind in TABLE["vision"] else None
+
+
+def class_of(config: PretrainedConfig, head: type, key: str = "") -> type:
+    """Returns the class by which transformers loads a model with this `head`."""
+    vision = vision_of(config, key) if head is AutoModelForCausalLM else None
+    return vision.auto_class if vision else head
+
+
 def position_count(config: PretrainedConfig) -> int | None:
     """Returns the number of positions a model of this `config` was made for; None: it does not say."""
     values = config.to_dict()
@@ -67,7 +81,8 @@ def check_positions(config: PretrainedConfig, longest: int, model_key: str, leng
 def check_has_head(config: PretrainedConfig, model_key: str, head: type = AutoModelForCausalLM) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names as one of the class `head`."""
     known, words = HEADS[head]
-    if type(config) not in known and head.__name__ not in (config.to_dict().get("auto_map") or {}):  # the folder's code
+    in_folder = head.__name__ in (config.to_dict().get("auto_map") or {})  # in code of its own
+    if type(config) not in known and not in_folder and class_of(config, head, model_key) is head:
         raise ValueError(f"{model_key}: transformers has no {config.model_type} {words}.")
 
 
@@ -115,7 +130,17 @@ def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_r
         raise ValueError(f"{key}={path}: the tokenizer has no eos_token, so no response would end: save one with it.")
     tokenizer.chat_template = model.custom_chat_template or tokenizer.chat_template
     check_template(tokenizer, f"{section}.custom_chat_template" if model.custom_chat_template else f"{key}={path}")
-    return as_users_read(tokenizer)
+    tokenizer = as_users_read(tokenizer)
+    vision = vision_of(load_model_config(model, model.path, f"{section}.path")) if model.path else None
+    tokenizer.images = vision and vision.reader(find_path(model.path), tokenizer)  # of rows
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes a tokenizer, and the files of what reads images for its model, if anything does."""
+    for part in (tokenizer, getattr(tokenizer, "images", None)):
+        if part is not None:
+            part.save_pretrained(folder)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

@@ -6,7 +6,7 @@ loads. A row keeps all its columns, so that rewards and environments see what th
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from functools import partial
@@ -43,7 +43,7 @@ from data.rows import (
     with_labels,
 )
 from data.table import Table
-from data.types import Row
+from data.types import Row, media_of
 
 logger = logging.getLogger(__name__)
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done too fast for a bar
@@ -55,7 +55,7 @@ VERLS_ATTRIBUTES = {  # of RLHFDataset: the default where the data section has n
     "serialize_dataset": False, "return_multi_modal_inputs": True, "shuffle": None, "seed": None,
 }  # fmt: skip
 UNCALLED = {  # hooks of verl's RLHFDataset: the reason
-    **dict.fromkeys(("process_vision_info", "process_multi_modal_info"), "the policy reads text"),
+    **dict.fromkeys(("process_vision_info", "process_multi_modal_info"), "extras/images reads images"),
     "resume_dataset_state": "a resumed run reads the files anew, then state_dict and load_state_dict of a dataset",
 }
 
@@ -63,10 +63,10 @@ UNCALLED = {  # hooks of verl's RLHFDataset: the reason
 class OverlongPrompt(ValueError):
     """The prompt of a row has more tokens than data.max_prompt_length, and may not be cut."""
 
-    def __init__(self, origin: Origin, length: int, limit: int) -> None:
+    def __init__(self, origin: Origin, length: int, limit: int, has_images: bool) -> None:
         super().__init__(
             f"{origin}: the prompt has {length} tokens, more than data.max_prompt_length={limit}: raise it, or set "
-            "data.filter_overlong_prompts=true, or data.truncation=left."
+            f"data.filter_overlong_prompts=true{'. Its images cannot be cut' if has_images else ', or data.truncation=left'}."
         )
         self.origin, self.length = origin, length
 
@@ -116,6 +116,7 @@ class RLHFDataset(Dataset):
         for hook in sorted(UNCALLED.keys() & {name for cls in type(self).__mro__ for name in vars(cls)}):
             notice_once(f"{type(self).__name__}.{hook} is not called here: {UNCALLED[hook]}.")
         self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
+        self.images = getattr(tokenizer, "images", None)  # who reads them; None: the model reads text alone
         self.config = as_data_config(config)
         self.prompt_key, self.max_prompt_length = self.config.prompt_key, self.config.max_prompt_length
         self.filter_overlong_prompts, self.truncation = self.config.filter_overlong_prompts, self.config.truncation
@@ -183,7 +184,7 @@ class RLHFDataset(Dataset):
         own_ids = given_ids(columns) if prompt_ids is None else prompt_ids
         columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None
-        ids = self._encode(columns, origin, is_made) if own_ids is None else [int(token) for token in own_ids]
+        ids = self._encode(columns, origin, is_made) if own_ids is None else self._shown(own_ids, columns)
         shows = own_ids is None or is_made or self._prompt(columns) is not None
         index = columns["extra_info"].get("index", columns.get("index"))
         return {
@@ -193,6 +194,13 @@ class RLHFDataset(Dataset):
             "data_source": columns.get(self.config.reward_fn_key) or "unknown",
             "index": position if index is None else index,
         }
+
+    def _shown(self, prompt_ids: Sequence[int], columns: Row) -> list[int]:
+        """Returns the ids that a row's prompt has already, with what it shows."""
+        if media_of(prompt_ids) is not None:
+            return prompt_ids
+        ids = [int(token) for token in prompt_ids]
+        return ids if self.images is None else self.images.shown(ids, columns.get(self.image_key))
 
     def _prompt(self, columns: Row) -> Any:
         value = columns.get(self.prompt_key)
@@ -283,7 +291,8 @@ class RLHFDataset(Dataset):
     def _read(self, row: Row, origin: Origin) -> tuple[Row, int, np.ndarray | None]:
         """Returns a row's columns, and how many tokens its prompt has, and which; None: it is left out as too long."""
         columns = with_labels(row, origin, self.config.ground_truth_key)
-        check_is_text(columns, self.prompt_key, origin)
+        if self.images is None:
+            check_is_text(columns, self.prompt_key, origin)
         ids = self._encode(columns, origin)
         fits = not self.filter_overlong_prompts or len(ids) <= self.max_prompt_length
         return columns, len(ids), np.asarray(self._fit(ids, origin), dtype=np.int32) if fits else None
@@ -293,7 +302,8 @@ class RLHFDataset(Dataset):
         try:
             prompt = self._messages(columns, is_made)
             check_says_something(prompt)
-            ids = self.encode_prompt(prompt)
+            shown = columns.get(self.image_key)
+            ids = self.encode_prompt(prompt) if self.images is None else self.images.encode(prompt, shown, self)
         except (ValueError, TypeError, TemplateError) as error:  # templates refuse messages by the last two
             columns = filled_columns(columns)
             raise ValueError(
@@ -309,8 +319,8 @@ class RLHFDataset(Dataset):
         limit = self.max_prompt_length
         if len(ids) <= limit:
             return ids
-        if self.truncation == "error":
-            raise OverlongPrompt(origin, len(ids), limit)
+        if self.truncation == "error" or media_of(ids):
+            raise OverlongPrompt(origin, len(ids), limit, bool(media_of(ids)))
         return truncate(ids, limit, self.truncation)
 
 

@@ -26,7 +26,7 @@ from configs.checks import plural
 from configs.errors import notice, notice_once
 from configs.extras import TABLE, find
 from configs.paths import DATA_ENDINGS, find_path, source_files
-from data.types import Row
+from data.types import PromptIds, Row, media_of
 
 # What the run itself fills in a batch; "dataset_position" is the row's place in the dataset.
 RUN_COLUMNS = frozenset((
@@ -35,7 +35,7 @@ RUN_COLUMNS = frozenset((
     "ref_log_prob", "values", "advantages", "returns", "loss_mask", "entropys", "sum_pi_squared", "reward_baselines",
     "rollout_is_weights", "drawn_row", "turn_ids", "episode", "episode_return", "success", "invalid_actions", "failure",
     "__num_turns__", "__messages__", "__reward_score__", "__agent_metrics__", "__environment__", "tool_call_counts",
-    "tool_failures", "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results",
+    "tool_failures", "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results", "media",
 ))  # fmt: skip
 NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns
 ENDINGS_OF_DATASETS = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv", ".arrow")  # which the package `datasets` reads
@@ -164,11 +164,11 @@ def kwargs_in(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     return row.get(name) or (row.get("extra_info") or {}).get(name) or {}
 
 
-class Encoded(list):
+class Encoded(PromptIds):
     """Token ids of a prompt, with `prompt`, its repr, which tells whether it was changed since."""
 
     def __init__(self, ids: list[int], prompt: str) -> None:
-        super().__init__(ids)
+        super().__init__(ids, media_of(ids))
         self.prompt = prompt
 
 
@@ -194,7 +194,7 @@ def check_is_text(row: Row, key: str, origin: Origin) -> None:
     media = [f"the column {name!r} is filled" for name in NO_TEXT if row.get(name)]
     media += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds if kind != "text"]
     if media:
-        raise ValueError(f"{origin}: {media[0]}, and models read text alone here: leave such rows out.")
+        raise ValueError(f"{origin}: {media[0]}, and the model reads text alone: leave such rows out.")
 
 
 def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:

@@ -57,6 +57,33 @@ class SamplingParams:
         return cls(*config.draws(), config.top_k, config.top_p, max_tokens, config.min_p)
 
 
+class PromptIds(list):
+    """Token ids of a prompt that shows `media` beside its text (extras/images): hashable, and compared by both."""
+
+    def __init__(self, ids: Sequence[int], media: Any) -> None:
+        super().__init__(ids)
+        self.media = media
+
+    def __eq__(self, other: object) -> bool:
+        return list.__eq__(self, other) and self.media == media_of(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((*self, self.media))
+
+
+def media_of(prompt_ids: Any) -> Any:
+    """Returns what a prompt shows beside its text; None: its model reads text alone."""
+    return getattr(prompt_ids, "media", None)
+
+
+def as_ids(prompt_ids: Sequence[int]) -> list[int]:
+    """Returns a list of token ids; one that shows media stays what it is."""
+    return list(prompt_ids) if media_of(prompt_ids) is None else prompt_ids
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt to be answered; its draws depend on `seed` alone, and no other request in flight has this `id`.
@@ -71,6 +98,11 @@ class Request:
     seed: int
     piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
     episode: Hashable | None = None
+
+    @property
+    def media(self) -> Any:
+        """What the prompt shows beside its text: true if there is an image, and None of a model that reads text."""
+        return media_of(self.prompt_ids)
 
 
 @dataclass(frozen=True)
@@ -177,6 +209,12 @@ class Sample:
         self.weight_versions += [weight_version] * count if isinstance(weight_version, int) else weight_version
         self.rewards += [0.0] * count
         self.turns += [turn] * count
+
+    @property
+    def so_far(self) -> list[int]:
+        """The prompt and all that came after it, as the prompt of a next turn."""
+        ids, media = [*self.prompt_ids, *self.token_ids], media_of(self.prompt_ids)
+        return ids if media is None else PromptIds(ids, media)
 
     def until(self, length: int) -> "Sample":
         """Returns this prompt with the first `length` tokens of its response, and all that is known of each."""

@@ -449,7 +449,7 @@ def test_a_hook_may_change_the_row_that_it_is_given_and_one_that_is_not_called_i
     rows = Popping(write(tmp_path / "rows.jsonl", [{"prompt": QUESTION}]), tokenizer)
     assert [rows[0]["raw_prompt"][-1]["content"] for _ in range(2)] == [QUESTION[-1]["content"] + "!"] * 2
     assert rows.rows[0]["prompt"] == QUESTION
-    assert "Popping.process_vision_info is not called here: the policy reads text." in capsys.readouterr().err
+    assert "Popping.process_vision_info is not called here: extras/images reads images." in capsys.readouterr().err
 
 
 def test_a_prompt_that_a_subclass_changes_or_encodes_is_the_one_that_is_shown(tmp_path, tokenizer):

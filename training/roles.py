@@ -66,7 +66,7 @@ class RoleSpec:
     columns: tuple[str, ...] = ()
     compute: str = "compute"
     arguments: tuple[str, ...] = ()
-    objects: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ("media",)
     update: str | None = None
     stage: str | None = None
     like_policy: bool = True

@@ -78,7 +78,7 @@ class DataParallelPPOActor(TrainedModel):
         with forked_rng(update.seed), self.engine.at_work():  # for losses that draw
             if self.policy_loss.over_mini_batch:
                 gradient = self.policy_gradient(batch, update, metrics)
-                batch = DataProto(batch.batch.copy()).union(gradient)
+                batch = DataProto(batch.batch.copy(), batch.non_tensor_batch).union(gradient)
             if self.only_logs_silent_rows:
                 learns = learning_rows(batch)
                 self.measure(batch.select_idxs(~learns), update, metrics)

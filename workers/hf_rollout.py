@@ -25,7 +25,7 @@ from data.padding import collate
 from data.pretrained import position_count
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
-from data.types import Completion, Request, Sample, SamplingParams
+from data.types import Completion, Request, Sample, SamplingParams, media_of
 from data.wire import positions
 from workers.collectives import common_notice
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
@@ -134,7 +134,8 @@ class RunningBatch:
         """Draws the first token of each; those that go on join, behind the rows alive. Returns those that end by it."""
         rows: dict[tuple[int, ...], list[Request]] = {}  # of each prompt
         for request in requests:
-            rows.setdefault(tuple(request.prompt_ids), []).append(request)
+            prompt = request.prompt_ids if request.media else tuple(request.prompt_ids)
+            rows.setdefault(prompt, []).append(request)
         prompts, finished = list(rows), []
         new = self._new_tokens(prompts, rows)
         for part in padded_parts(new, self.max_num_batched_tokens):
@@ -208,11 +209,12 @@ class RunningBatch:
 @dataclass
 class Rows:
     """Rows that joined together: `ids` of their tokens so far, padded on the left, and `mask`, which of them are real,
-    [b, w]; what the model keeps of the first `seen` columns, if it keeps anything."""
+    [b, w]; what the model keeps of the first `seen` columns, if it keeps anything; and what their prompts show, [b]."""
 
     ids: Tensor
     mask: Tensor
     cache: Cache | None
+    media: Sequence[Any]
     seen: int = 0
 
     def select(self, rows: Sequence[int]) -> "Rows":
@@ -220,7 +222,8 @@ class Rows:
         indices = on_device(rows, self.ids.device)
         if self.cache is not None:
             self.cache.reorder_cache(indices)
-        return replace(self, ids=self.ids[indices], mask=self.mask[indices])
+        media = [self.media[row] for row in rows]
+        return replace(self, ids=self.ids[indices], mask=self.mask[indices], media=media)
 
     def append(self, tokens: Tensor) -> None:
         """Adds another token of each, [b, 1]."""
@@ -241,7 +244,8 @@ class SeparateRows(RunningBatch):
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Rows, Tensor]:
         cache = DynamicCache(config=self.module.config) if self.caches else None
-        rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), cache)
+        padded = pad_left(prompts, self.pad_token_id, self.module.device)
+        rows = Rows(*padded, cache, [*map(media_of, prompts)])
         return rows, self._logits(rows)
 
     def _keep(self, prefilled: Rows, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
@@ -269,7 +273,8 @@ class SeparateRows(RunningBatch):
         new = slice(rows.seen, None)
         if self.caches:
             rows.seen = rows.ids.shape[1]
-        return last_logits(self.module, rows.ids[:, new], positions(rows.mask)[:, new], rows.mask, rows.cache)
+        inputs = inputs_of(self.module, rows.ids, rows.mask, new, rows.media)
+        return last_logits(self.module, inputs, rows.mask, rows.cache)
 
 
 class NoCacheBatch(SeparateRows):
@@ -292,7 +297,7 @@ class HFRollout(Rollout):
         ValueError: no kind of batch has the trainer's log-probs.
     """
 
-    is_probed = True
+    is_probed = takes_media = True
     reads = ()
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -453,16 +458,24 @@ def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.de
     return on_device(ids, device), on_device(mask, device)
 
 
+def inputs_of(
+    module: PreTrainedModel, ids: Tensor, mask: Tensor, new: slice, media: Sequence[Any]
+) -> dict[str, Tensor | None]:
+    """Returns what the model is given of the columns `new` of prompts, [b, w], that show `media`."""
+    if any(media):
+        return module.vision.inputs(ids, mask, media, new)
+    return {"input_ids": ids[:, new], "position_ids": positions(mask)[:, new]}
+
+
 def last_logits(
     module: PreTrainedModel,
-    ids: Tensor,
-    positions: Tensor,
+    inputs: dict[str, Tensor | None],
     mask: Tensor,
     cache: Cache | None,
     **for_attention: Any,
 ) -> Tensor:
-    """Computes the logits after the last of `ids` [b, q], [b, V] float32; `mask` [b, cached + q] has the cache too."""
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **for_attention}
+    """Computes the logits after the last of q tokens, [b, V] float32; `mask` [b, cached + q] has the cache too."""
+    inputs = {**inputs, "attention_mask": mask, **for_attention}
     if cache is not None:
         inputs["past_key_values"] = cache
     output = module(**inputs, logits_to_keep=1, use_cache=cache is not None)

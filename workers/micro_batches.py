@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,13 +61,14 @@ class MicroBatch:
     columns: dict[str, Tensor]  # input_ids, attention_mask, position_ids [b, p+r]; all others [b, r]
     response_width: int  # r
     origin: "MicroBatch | None" = None  # on a GPU: the same on the host, where sizes are known without a wait
+    media: Sequence[Any] | None = None  # b, what each prompt shows beside its text; None: no prompt shows anything
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copies to the device that it is to be computed on."""
         if device.type == "cpu":
             return self
         columns = {name: to_device(column, device) for name, column in self.columns.items()}
-        return MicroBatch(to_device(self.rows, device), columns, self.response_width, origin=self)
+        return MicroBatch(to_device(self.rows, device), columns, self.response_width, self, self.media)
 
     @property
     def host(self) -> "MicroBatch":
@@ -129,14 +130,15 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Yields a micro-batch for each of the `parts`, which are rows of `batch`."""
     columns = dict.fromkeys([*columns, *(["response_mask"] if "response_mask" in batch.batch else [])])
-    split, mask = prompt_width(batch), batch.batch["attention_mask"]
+    split, mask, shown = prompt_width(batch), batch.batch["attention_mask"], batch.non_tensor_batch.get("media")
     for rows in parts:
+        media = None if shown is None or not any(shown[rows.numpy()]) else shown[rows.numpy()]
         prompt = int(mask[rows, :split].sum(1).max())
         width = max(1, int(mask[rows, split:].sum(1).max()))
         span = slice(split - prompt, split + width)
         tensors = {name: batch.batch[name][rows, span] for name in WHOLE_SEQUENCE}
         tensors |= {name: batch.batch[name][rows, :width] for name in ["responses", *columns]}
-        yield MicroBatch(rows, tensors, width).to(device)
+        yield MicroBatch(rows, tensors, width, media=media).to(device)
         beat()
 
 

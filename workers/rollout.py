@@ -30,7 +30,7 @@ from data.padding import collate
 from data.pretrained import template_terminator
 from data.protocol import DataProto
 from data.seeding import derive_seed
-from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
+from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams, as_ids, media_of
 from workers.deadlines import beat
 
 KEY = "actor_rollout_ref.rollout"
@@ -58,6 +58,7 @@ class Rollout:
         takes_adapter: whether it adds LoRA's matrices itself: `load_adapter` brings them at every sync, `load_weights`
             the frozen model where it has `lost_weights`.
         lost_weights: whether that copy is gone, since it slept, and `load_weights` has to come before the next prompt.
+        takes_media: whether prompts may show images.
         vocab_size: token ids of `model` are 0 to this number − 1; without one, any.
         longest: most tokens of prompt and response together.
         reads: the OPTIONAL settings that have an effect.
@@ -70,6 +71,7 @@ class Rollout:
     is_probed: bool = False
     takes_adapter: bool = False
     lost_weights: bool = False
+    takes_media: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -127,7 +129,13 @@ class Rollout:
         """Queues `request`, which may join while others are running; raises ValueError if it cannot be answered."""
         assert request.id not in self.waiting, f"request {request.id} is waiting already"
         assert request.id not in self.running, f"request {request.id} is running already"
+        self.check_takes(request.prompt_ids)
         self.waiting[request.id] = request
+
+    def check_takes(self, *prompts: list[int]) -> None:
+        """Raises ValueError for prompts with images that the engine would answer unseen."""
+        if not self.takes_media and any(map(media_of, prompts)):
+            raise ValueError(f"{KEY}.name={self.config.name} reads no images, and a prompt has some: set hf or vllm.")
 
     def step(self) -> list[Completion]:
         """Advances all requests a little; those that finished, in any order."""
@@ -191,7 +199,7 @@ class Rollout:
         which these prompts may be one worker's share.
         """
         requests = [
-            Request(row, list(ids), sampling, derive_seed(seed, "row", first_row + row))
+            Request(row, as_ids(ids), sampling, derive_seed(seed, "row", first_row + row))
             for row, ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"])
         ]
         completions = self.generate(requests) if requests else []  # a share may be without rows
@@ -348,6 +356,7 @@ def generate_batch(
     engine: Rollout, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int
 ) -> DataProto:
     """Returns `prompts` with the columns of a rollout, by the engine's generate_sequences, whoever wrote it."""
+    engine.check_takes(*prompts.non_tensor_batch["raw_prompt_ids"])
     if type(engine).generate_sequences is Rollout.generate_sequences or not len(prompts):
         return Rollout.generate_sequences(engine, prompts, sampling, seed, first_row)
     return find("rollout", "generate_sequences").answer(engine, prompts, sampling, seed, first_row)

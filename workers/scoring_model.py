@@ -130,6 +130,8 @@ def padded_scores(
     sampling temperature. `ask`: values, of a critic; of a policy others of `TokenScores`, with log_probs."""
     # The last token predicts nothing. By `forward` itself: a call would be a second entry into a sharded model.
     inputs = {name: micro.columns[name][:, :-1] for name in WHOLE_SEQUENCE} | {"use_cache": False}
+    if micro.media is not None:
+        inputs |= model.vision.inputs(inputs.pop("input_ids"), inputs["attention_mask"], micro.media)
     keep = {} if "values" in ask else {"logits_to_keep": micro.response_width}
     logits = model.forward(**inputs, **keep).logits
     if "values" in ask:

@@ -14,12 +14,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from data.types import Completion, Request
-from data.wire import positions
+from data.types import Completion, Request, media_of
 from extras.kernels.cache import RowCache
 from extras.kernels.decode import decoding, lay_out_weights
 from extras.kernels.packed_attention import known_padding
-from workers.hf_rollout import Rows, RunningBatch, RunningRow, SeparateRows, last_logits, pad_left
+from workers.hf_rollout import (
+    Rows,
+    RunningBatch,
+    RunningRow,
+    SeparateRows,
+    inputs_of,
+    last_logits,
+    on_device,
+    pad_left,
+)
 
 Layers = list[tuple[Tensor, Tensor]]  # keys and values by layer, [tokens, heads, d] each
 
@@ -62,6 +70,11 @@ class SharedPrompts(LaidOut):
         self.turns = TurnCache(self.max_kept_tokens)
         self.begun: dict[tuple[int, ...], CachedPrefix] = {}
 
+    def _set_alive(self, rows: list[RunningRow], last: Tensor) -> None:
+        super()._set_alive(rows, last)
+        shifts = [row.request.media.shift if row.request.media else 0 for row in rows]
+        self.shifts = on_device(shifts, last.device)[:, None] if any(shifts) else 0  # of positions, by images
+
     def join(self, requests: Sequence[Request]) -> list[Completion]:
         self.turns.episodes.update(request.episode for request in requests if request.episode is not None)
         return super().join(requests)
@@ -80,7 +93,8 @@ class SharedPrompts(LaidOut):
             layers = self.cache.row_layers(index)
         else:
             layers = self._prompt_layers(prefilled, index, len(row.request.prompt_ids))
-        self.turns.put(row.request.episode, CachedPrefix([*row.request.prompt_ids, *row.token_ids[:-1]], layers))
+        ids = [*row.request.prompt_ids, *row.token_ids[:-1]]
+        self.turns.put(row.request.episode, CachedPrefix(ids, layers, row.request.media))
 
     def goes_on(self) -> bool:
         return bool(self.turns.episodes) or super().goes_on()
@@ -99,7 +113,8 @@ class SharedPrompts(LaidOut):
         most = max(len(prompt) - len(prefix) for prompt, prefix in zip(prompts, begun, strict=True))
         cache = cache_of(begun, [max(0, len(prompt) - most) for prompt in prompts])
         with known_padding(len({*map(len, prompts)}) > 1):
-            return cache, last_logits(self.module, ids[:, -most:], positions(mask)[:, -most:], mask, cache)
+            inputs = inputs_of(self.module, ids, mask, slice(-most, None), [*map(media_of, prompts)])
+            return cache, last_logits(self.module, inputs, mask, cache)
 
     def _keep(self, prefilled: DynamicCache, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
         if self.cache is None:
@@ -110,8 +125,8 @@ class SharedPrompts(LaidOut):
         """Returns logits after the last token of each row that is alive: [b, V]."""
         self.cache.make_room()
         no_mask = self.last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
-        ids, positions = self.last[:, None], self.cache.positions
-        logits = last_logits(self.module, ids, positions, no_mask, self.cache, rows=self.cache)
+        inputs = {"input_ids": self.last[:, None], "position_ids": self.cache.positions + self.shifts}
+        logits = last_logits(self.module, inputs, no_mask, self.cache, rows=self.cache)
         self.cache.advance()
         return logits
 
@@ -129,15 +144,16 @@ class CachedPrefix:
 
     ids: Sequence[int] = ()
     layers: Layers = field(default_factory=list)
+    media: Any = None  # what the tokens show
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def common_prefix(self, prompt: Sequence[int]) -> "CachedPrefix":
         """Returns the tokens that `prompt` begins with, but never all, as the logits after its last are needed."""
-        most = min(len(self), len(prompt) - 1)
+        most = min(len(self), len(prompt) - 1) if (self.media or None) == (media_of(prompt) or None) else 0
         differs = (place for place in range(most) if self.ids[place] != prompt[place])
-        return CachedPrefix(prompt[: next(differs, most)], self.layers)
+        return CachedPrefix(prompt[: next(differs, most)], self.layers, self.media)
 
 
 class TurnCache:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from data.types import PromptIds
 from extras.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
 from extras.kernels.token_head import score_tokens
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores, to_device
@@ -51,6 +52,7 @@ class Packed:
     responses: Ragged  # b of them
     prompt_of_row: Tensor  # [b], which prompt a row answers
     predictors: Tensor  # [N], for every scored token in order: the place in T of the token that predicts it
+    media: list[Any] | None = None  # d, what each prompt shows beside its text
     # The results of `masked_blocks` and `block_mask`, which all layers share.
     masked: dict[tuple[int | None, torch.dtype], list[list[MaskedBlock]]] = field(default_factory=dict)
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
@@ -64,7 +66,9 @@ class Packed:
         prompt_lengths, response_lengths = mask[:, :split].sum(1).tolist(), mask[:, split:].sum(1).tolist()
         rows = input_ids[:, :split].tolist()
         prompts = [tuple(ids[split - length :]) for ids, length in zip(rows, prompt_lengths, strict=True)]
-        distinct: dict[tuple[int, ...], int] = {}  # the place of each distinct prompt
+        if micro.media is not None:
+            prompts = [*map(PromptIds, prompts, micro.media)]
+        distinct: dict[Any, int] = {}  # the place of each distinct prompt
         prompt_of_row = [distinct.setdefault(prompt, len(distinct)) for prompt in prompts]
         firsts = [prompt_of_row.index(place) for place in range(len(distinct))]
 
@@ -90,6 +94,7 @@ class Packed:
             Ragged(forwarded, device),
             to_device(torch.tensor(prompt_of_row), device),
             to_device(torch.tensor(predictors, dtype=torch.long)[is_scored], device),
+            None if micro.media is None else [prompt.media for prompt in distinct],
         )
 
     @cached_property
@@ -325,9 +330,9 @@ def packed_scores(
         TypeError: a head that is not a linear layer, an adapter's say, which does more than its weight tells.
     """
     packed = Packed.of(micro, model.device)
+    inputs = {"input_ids": packed.input_ids.unsqueeze(0), "position_ids": packed.position_ids.unsqueeze(0)}
     output = model.base_model(
-        input_ids=packed.input_ids.unsqueeze(0),
-        position_ids=packed.position_ids.unsqueeze(0),
+        **(inputs if packed.media is None else model.vision.packed_inputs(packed)),
         attention_mask=packed.input_ids.new_zeros(1, 1, 1, 1),  # four dimensions: transformers makes no mask of its own
         use_cache=False,
         packed=packed,

@@ -18,7 +18,7 @@ from data.concurrency import start_loop
 from data.padding import collate
 from data.protocol import DataProto
 from data.seeding import derive_seed
-from data.types import Completion, Request, SamplingParams
+from data.types import Completion, Request, SamplingParams, as_ids
 from workers.agents.episode import Policy
 from workers.collectives import rank
 from workers.engine_pump import AsyncEngine, Step
@@ -197,7 +197,7 @@ class Generator:
     ) -> DataProto:
         """Answers each row once, by the draws of Rollout.generate_sequences."""
         requests = [
-            Request(number, list(ids), sampling, derive_seed(seed, "row", number))
+            Request(number, as_ids(ids), sampling, derive_seed(seed, "row", number))
             for number, ids in zip(numbers, prompts.raw_prompt_ids, strict=True)
         ]
         done = await asyncio.gather(

@@ -99,7 +99,7 @@ class Episode(ABC):
             while end_reason is None:
                 sample = samples[-1]
                 room = limits.response - len(sample.token_ids)
-                done = await policy.answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
+                done = await policy.answer(sample.so_far, min(room, limits.answer), turn)
                 sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
                 if done.finish_reason == "aborted" or not done.token_ids:  # no token, nothing that could earn a reward
                     outcome = "aborted" if done.finish_reason == "aborted" else "answered without a token"
