@@ -138,7 +138,7 @@ def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_r
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Writes a tokenizer, and the files of what reads images for its model, if anything does."""
-    for part in (tokenizer, getattr(tokenizer, "images", None)):
+    for part in (tokenizer, vars(tokenizer).get("images")):
         if part is not None:
             part.save_pretrained(folder)
 

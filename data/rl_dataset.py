@@ -31,7 +31,7 @@ from data.rows import (
     BadRows,
     Encoded,
     Origin,
-    check_is_text,
+    check_is_read,
     files_key,
     filled_columns,
     given_ids,
@@ -64,9 +64,10 @@ class OverlongPrompt(ValueError):
     """The prompt of a row has more tokens than data.max_prompt_length, and may not be cut."""
 
     def __init__(self, origin: Origin, length: int, limit: int, has_images: bool) -> None:
+        remedy = ", as images cannot be cut" if has_images else ", or data.truncation=left"
         super().__init__(
             f"{origin}: the prompt has {length} tokens, more than data.max_prompt_length={limit}: raise it, or set "
-            f"data.filter_overlong_prompts=true{'. Its images cannot be cut' if has_images else ', or data.truncation=left'}."
+            f"data.filter_overlong_prompts=true{remedy}."
         )
         self.origin, self.length = origin, length
 
@@ -116,7 +117,7 @@ class RLHFDataset(Dataset):
         for hook in sorted(UNCALLED.keys() & {name for cls in type(self).__mro__ for name in vars(cls)}):
             notice_once(f"{type(self).__name__}.{hook} is not called here: {UNCALLED[hook]}.")
         self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
-        self.images = getattr(tokenizer, "images", None)  # who reads them; None: the model reads text alone
+        self.images = vars(tokenizer).get("images")  # who reads them; None: the model reads text alone
         self.config = as_data_config(config)
         self.prompt_key, self.max_prompt_length = self.config.prompt_key, self.config.max_prompt_length
         self.filter_overlong_prompts, self.truncation = self.config.filter_overlong_prompts, self.config.truncation
@@ -184,7 +185,7 @@ class RLHFDataset(Dataset):
         own_ids = given_ids(columns) if prompt_ids is None else prompt_ids
         columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None
-        ids = self._encode(columns, origin, is_made) if own_ids is None else self._shown(own_ids, columns)
+        ids = self._encode(columns, origin, is_made) if own_ids is None else self._given(own_ids, columns)
         shows = own_ids is None or is_made or self._prompt(columns) is not None
         index = columns["extra_info"].get("index", columns.get("index"))
         return {
@@ -195,12 +196,12 @@ class RLHFDataset(Dataset):
             "index": position if index is None else index,
         }
 
-    def _shown(self, prompt_ids: Sequence[int], columns: Row) -> list[int]:
+    def _given(self, prompt_ids: Sequence[int], columns: Row) -> list[int]:
         """Returns the ids that a row's prompt has already, with what it shows."""
         if media_of(prompt_ids) is not None:
             return prompt_ids
         ids = [int(token) for token in prompt_ids]
-        return ids if self.images is None else self.images.shown(ids, columns.get(self.image_key))
+        return ids if self.images is None else self.images.with_images(ids, columns.get(self.image_key))
 
     def _prompt(self, columns: Row) -> Any:
         value = columns.get(self.prompt_key)
@@ -291,8 +292,7 @@ class RLHFDataset(Dataset):
     def _read(self, row: Row, origin: Origin) -> tuple[Row, int, np.ndarray | None]:
         """Returns a row's columns, and how many tokens its prompt has, and which; None: it is left out as too long."""
         columns = with_labels(row, origin, self.config.ground_truth_key)
-        if self.images is None:
-            check_is_text(columns, self.prompt_key, origin)
+        check_is_read(columns, self.prompt_key, origin, self.image_key, self.images is not None)
         ids = self._encode(columns, origin)
         fits = not self.filter_overlong_prompts or len(ids) <= self.max_prompt_length
         return columns, len(ids), np.asarray(self._fit(ids, origin), dtype=np.int32) if fits else None

@@ -76,7 +76,7 @@ class PromptIds(list):
 
 def media_of(prompt_ids: Any) -> Any:
     """Returns what a prompt shows beside its text; None: its model reads text alone."""
-    return getattr(prompt_ids, "media", None)
+    return prompt_ids.media if isinstance(prompt_ids, PromptIds) else None
 
 
 def as_ids(prompt_ids: Sequence[int]) -> list[int]:
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def media(self) -> Any:
-        """What the prompt shows beside its text: true if there is an image, and None of a model that reads text."""
+        """The images of the prompt: true if there is one, and None of a model that reads text."""
         return media_of(self.prompt_ids)
 
 

@@ -73,6 +73,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "extras/evaluation/main_generation.py": "says what it answers, and where the answers are",
         "extras/server/__main__.py": "says where it serves",
         "extras/cluster/__main__.py": "shows what the machines have",
+        "extras/images/tiny_model.py": "a command",
         "extras/merge/__main__.py": "says where the model is",
         "training/ray_trainer.py": "says what a validation found",
         "extras/report/observer.py": "says how to make a page of the run",

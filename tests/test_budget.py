@@ -192,7 +192,7 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-STEP_CEILINGS = {"files": 39, "functions": 434, "lines": 2_670, "modules": 120}
+STEP_CEILINGS = {"files": 39, "functions": 440, "lines": 2_680, "modules": 121}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

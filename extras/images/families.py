@@ -64,7 +64,7 @@ class Reader:
             )
         return PromptIds(media.expand(dataset.encode_prompt(messages if media else prompt)), media)
 
-    def shown(self, ids: Sequence[int], images: Any, key: str = "images") -> PromptIds:
+    def with_images(self, ids: Sequence[int], images: Any, key: str = "images") -> PromptIds:
         """Returns the expanded ids of a prompt with the images of its row."""
         media = self.media(images, key)
         if (pads := list(ids).count(self.placeholder)) != (tokens := sum(image.tokens for image in media.images)):
@@ -130,7 +130,7 @@ class Vision:
         return {"inputs_embeds": embedded.unsqueeze(0), "position_ids": places.unsqueeze(-2)}
 
     def first_pads(self, ids: Tensor, media: Sequence[Media | None]) -> Tensor:
-        """Marks the pads of each row's images, [b, w] bool; further ones, of a foreign engine, are tokens like others."""
+        """Marks the pads of each row's images, [b, w] bool; further ones, of another engine, are tokens like others."""
         is_pad = ids == self.pad
         counts = [sum(image.tokens for image in shown.images) if shown else 0 for shown in media]
         return is_pad & (is_pad.cumsum(-1) <= torch.tensor(counts, device=ids.device)[:, None])
@@ -199,7 +199,7 @@ class Qwen2VL(Vision):
         for row, shown in enumerate(media):
             columns = is_pad[row].nonzero()[:, 0].tolist() if shown else []
             for image in shown.images if shown else ():
-                rows, width = image.grid
+                width = image.grid[1]
                 first, columns = columns[0], columns[image.tokens :]
                 cells = torch.arange(image.tokens, device=ids.device)
                 inside = slice(first, first + image.tokens)

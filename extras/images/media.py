@@ -122,25 +122,25 @@ def read_image(value: Any, name: str = "an image") -> Image.Image:
         ValueError: it is none of these, or cannot be read; names it.
     """
     try:
-        match unpacked(value):
+        match unpack(value):
             case Image.Image() as picture:
                 return picture.convert("RGB")
             case np.ndarray() as pixels:
                 return Image.fromarray(pixels).convert("RGB")
             case str(text) if text.startswith(BASE64):
-                return opened(b64decode(text.partition(",")[2], validate=True))
+                return open_image(b64decode(text.partition(",")[2], validate=True))
             case str(text) if text.startswith("file://"):
-                return opened(Path(text.removeprefix("file://")).read_bytes())
+                return open_image(Path(text.removeprefix("file://")).read_bytes())
             case str() | Path() as path:
-                return opened(find_path(path).read_bytes())
+                return open_image(find_path(path).read_bytes())
             case bytes() | bytearray() as content:
-                return opened(bytes(content))
+                return open_image(bytes(content))
     except (OSError, NotBase64, TypeError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error}).") from error
     raise ValueError(f"{name} is {reprlib.repr(value)}: give bytes, a picture of PIL, a path, or a dictionary of one.")
 
 
-def unpacked(value: Any) -> Any:
+def unpack(value: Any) -> Any:
     """Returns what a dictionary holds an image in; of a row in JSON, bytes are base64."""
     if not isinstance(value, Mapping):
         return value
@@ -150,7 +150,7 @@ def unpacked(value: Any) -> Any:
     return b64decode(content, validate=True) if isinstance(content, str) else content
 
 
-def opened(content: bytes) -> Image.Image:
+def open_image(content: bytes) -> Image.Image:
     return Image.open(io.BytesIO(content)).convert("RGB")
 
 

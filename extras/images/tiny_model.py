@@ -1,4 +1,4 @@
-"""Models that read images, small enough for a laptop, made here: python -m extras.images.tiny_model DIR --family idefics3
+"""Models that read images, small enough for a laptop, made here: python -m extras.images.tiny_model DIR --family F
 
 Qwen2-VL, Qwen2.5-VL or Idefics3 of about 0.9 million parameters with random weights, the tokenizer of
 custom/tiny_model.py with their special tokens, and an image processor of patches of 4×4 pixels: an image of 16×16 is 16
@@ -24,7 +24,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from custom.tiny_model import build_tokenizer
+from configs.import_utils import load_extern_object
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "idefics3")
 PATCH, SIDE = 4, 16  # pixels
@@ -41,7 +41,8 @@ CHAT_TEMPLATE = (
 
 def save_tiny_model(folder: str | Path, family: str = "qwen2_vl", seed: int = 0) -> None:
     """Writes model, tokenizer and image processor to `folder`."""
-    is_qwen, tokenizer = family.startswith("qwen"), build_tokenizer()
+    is_qwen = family.startswith("qwen")
+    tokenizer = load_extern_object("custom/tiny_model.py", "build_tokenizer", "")()
     specials = OF_QWEN if is_qwen else OF_IDEFICS
     tokenizer.add_special_tokens({"additional_special_tokens": specials}, replace_extra_special_tokens=False)
     tokenizer.chat_template = CHAT_TEMPLATE % ("".join(OF_QWEN[i] for i in (0, 2, 1)) if is_qwen else "<image>")
