@@ -10,8 +10,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from data.prompt_ids import media_of
 from data.protocol import DataProto, object_array
-from data.types import Sample, media_of
+from data.types import Sample
 from data.wire import positions
 
 

@@ -26,6 +26,7 @@ from configs.import_utils import accepts, bind, load_subclass
 from configs.schema import DataConfig
 from configs.settings import Readable
 from data.chat import Prompt, encode_prompt, parse_prompt
+from data.prompt_ids import media_of
 from data.rows import (
     BadRow,
     BadRows,
@@ -43,7 +44,7 @@ from data.rows import (
     with_labels,
 )
 from data.table import Table
-from data.types import Row, media_of
+from data.types import Row
 
 logger = logging.getLogger(__name__)
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done too fast for a bar

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from configs.schema import Config, SamplingConfig
+from data.prompt_ids import media_of, with_media
 
 if TYPE_CHECKING:
     from data.protocol import DataProto
@@ -55,33 +56,6 @@ class SamplingParams:
     @classmethod
     def from_config(cls, config: SamplingConfig, max_tokens: int) -> "SamplingParams":
         return cls(*config.draws(), config.top_k, config.top_p, max_tokens, config.min_p)
-
-
-class PromptIds(list):
-    """Token ids of a prompt that shows `media` beside its text (extras/images): hashable, and compared by both."""
-
-    def __init__(self, ids: Sequence[int], media: Any) -> None:
-        super().__init__(ids)
-        self.media = media
-
-    def __eq__(self, other: object) -> bool:
-        return list.__eq__(self, other) and self.media == media_of(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((*self, self.media))
-
-
-def media_of(prompt_ids: Any) -> Any:
-    """Returns what a prompt shows beside its text; None: its model reads text alone."""
-    return prompt_ids.media if isinstance(prompt_ids, PromptIds) else None
-
-
-def as_ids(prompt_ids: Sequence[int]) -> list[int]:
-    """Returns a list of token ids; one that shows media stays what it is."""
-    return list(prompt_ids) if media_of(prompt_ids) is None else prompt_ids
 
 
 @dataclass(frozen=True)
@@ -213,8 +187,7 @@ class Sample:
     @property
     def so_far(self) -> list[int]:
         """The prompt and all that came after it, as the prompt of a next turn."""
-        ids, media = [*self.prompt_ids, *self.token_ids], media_of(self.prompt_ids)
-        return ids if media is None else PromptIds(ids, media)
+        return with_media([*self.prompt_ids, *self.token_ids], media_of(self.prompt_ids))
 
     def until(self, length: int) -> "Sample":
         """Returns this prompt with the first `length` tokens of its response, and all that is known of each."""

@@ -23,9 +23,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from configs.schema import RolloutConfig
 from data.padding import collate
 from data.pretrained import position_count
+from data.prompt_ids import media_of
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
-from data.types import Completion, Request, Sample, SamplingParams, media_of
+from data.types import Completion, Request, Sample, SamplingParams
 from data.wire import positions
 from workers.collectives import common_notice
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs

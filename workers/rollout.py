@@ -28,9 +28,10 @@ from configs.import_utils import bind, callable_name, load_module, split_object
 from configs.schema import RolloutConfig
 from data.padding import collate
 from data.pretrained import template_terminator
+from data.prompt_ids import as_ids, media_of
 from data.protocol import DataProto
 from data.seeding import derive_seed
-from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams, as_ids, media_of
+from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
 from workers.deadlines import beat
 
 KEY = "actor_rollout_ref.rollout"

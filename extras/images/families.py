@@ -20,7 +20,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from data.chat import Prompt
-from data.types import PromptIds
+from data.prompt_ids import PromptIds
 from data.wire import positions
 from extras.images.media import Media, Shown, count_images, read_images, with_parts
 

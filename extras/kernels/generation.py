@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from data.types import Completion, Request, media_of
+from data.prompt_ids import media_of
+from data.types import Completion, Request
 from extras.kernels.cache import RowCache
 from extras.kernels.decode import decoding, lay_out_weights
 from extras.kernels.packed_attention import known_padding

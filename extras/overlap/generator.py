@@ -16,9 +16,10 @@ from typing import Any
 
 from data.concurrency import start_loop
 from data.padding import collate
+from data.prompt_ids import as_ids
 from data.protocol import DataProto
 from data.seeding import derive_seed
-from data.types import Completion, Request, SamplingParams, as_ids
+from data.types import Completion, Request, SamplingParams
 from workers.agents.episode import Policy
 from workers.collectives import rank
 from workers.engine_pump import AsyncEngine, Step

@@ -9,9 +9,10 @@ import torch
 from configs.schema import DataConfig, ModelConfig
 from data.padding import collate
 from data.pretrained import load_tokenizer
+from data.prompt_ids import PromptIds
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
-from data.types import PromptIds, Sample
+from data.types import Sample
 from extras.images.tests.conftest import ROWS
 from extras.images.tiny_model import FAMILIES
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
