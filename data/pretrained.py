@@ -50,8 +50,7 @@ def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) 
 
 def vision_of(config: PretrainedConfig, key: str = "") -> Any | None:
     """Finds the class by which models of this `config` read images; None: they read text alone."""
-    kind = config.model_type
-    return find("vision", kind, key) if kind in TABLE["vision"] else None
+    return find("vision", config.model_type, key) if config.model_type in TABLE["vision"] else None
 
 
 def class_of(config: PretrainedConfig, head: type, key: str = "") -> type:
@@ -131,16 +130,9 @@ def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_r
     tokenizer.chat_template = model.custom_chat_template or tokenizer.chat_template
     check_template(tokenizer, f"{section}.custom_chat_template" if model.custom_chat_template else f"{key}={path}")
     tokenizer = as_users_read(tokenizer)
-    vision = vision_of(load_model_config(model, model.path, f"{section}.path")) if model.path else None
-    tokenizer.images = vision and vision.reader(find_path(model.path), tokenizer)  # of rows
+    if model.path and (vision := vision_of(load_model_config(model, model.path, f"{section}.path"))):
+        tokenizer.images = vision.reader(find_path(model.path), tokenizer)  # of rows
     return tokenizer
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes a tokenizer, and the files of what reads images for its model, if anything does."""
-    for part in (tokenizer, vars(tokenizer).get("images")):
-        if part is not None:
-            part.save_pretrained(folder)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

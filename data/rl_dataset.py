@@ -6,7 +6,7 @@ loads. A row keeps all its columns, so that rewards and environments see what th
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import fields
 from functools import partial
@@ -64,11 +64,10 @@ UNCALLED = {  # hooks of verl's RLHFDataset: the reason
 class OverlongPrompt(ValueError):
     """The prompt of a row has more tokens than data.max_prompt_length, and may not be cut."""
 
-    def __init__(self, origin: Origin, length: int, limit: int, has_images: bool) -> None:
-        remedy = ", as images cannot be cut" if has_images else ", or data.truncation=left"
+    def __init__(self, origin: Origin, length: int, limit: int) -> None:
         super().__init__(
             f"{origin}: the prompt has {length} tokens, more than data.max_prompt_length={limit}: raise it, or set "
-            f"data.filter_overlong_prompts=true{remedy}."
+            "data.filter_overlong_prompts=true, or, for one without images, data.truncation=left."
         )
         self.origin, self.length = origin, length
 
@@ -186,7 +185,9 @@ class RLHFDataset(Dataset):
         own_ids = given_ids(columns) if prompt_ids is None else prompt_ids
         columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None
-        ids = self._encode(columns, origin, is_made) if own_ids is None else self._given(own_ids, columns)
+        ids = self._encode(columns, origin, is_made) if own_ids is None else [int(token) for token in own_ids]
+        if own_ids is not None and self.images is not None:
+            ids = self.images.with_images(ids, media_of(own_ids), columns.get(self.image_key))
         shows = own_ids is None or is_made or self._prompt(columns) is not None
         index = columns["extra_info"].get("index", columns.get("index"))
         return {
@@ -196,13 +197,6 @@ class RLHFDataset(Dataset):
             "data_source": columns.get(self.config.reward_fn_key) or "unknown",
             "index": position if index is None else index,
         }
-
-    def _given(self, prompt_ids: Sequence[int], columns: Row) -> list[int]:
-        """Returns the ids that a row's prompt has already, with what it shows."""
-        if media_of(prompt_ids) is not None:
-            return prompt_ids
-        ids = [int(token) for token in prompt_ids]
-        return ids if self.images is None else self.images.with_images(ids, columns.get(self.image_key))
 
     def _prompt(self, columns: Row) -> Any:
         value = columns.get(self.prompt_key)
@@ -293,7 +287,7 @@ class RLHFDataset(Dataset):
     def _read(self, row: Row, origin: Origin) -> tuple[Row, int, np.ndarray | None]:
         """Returns a row's columns, and how many tokens its prompt has, and which; None: it is left out as too long."""
         columns = with_labels(row, origin, self.config.ground_truth_key)
-        check_is_read(columns, self.prompt_key, origin, self.image_key, self.images is not None)
+        check_is_read(columns, self.prompt_key, origin, *([] if self.images is None else [self.image_key]))
         ids = self._encode(columns, origin)
         fits = not self.filter_overlong_prompts or len(ids) <= self.max_prompt_length
         return columns, len(ids), np.asarray(self._fit(ids, origin), dtype=np.int32) if fits else None
@@ -321,7 +315,7 @@ class RLHFDataset(Dataset):
         if len(ids) <= limit:
             return ids
         if self.truncation == "error" or media_of(ids):
-            raise OverlongPrompt(origin, len(ids), limit, bool(media_of(ids)))
+            raise OverlongPrompt(origin, len(ids), limit)
         return truncate(ids, limit, self.truncation)
 
 

@@ -184,21 +184,20 @@ def given_ids(columns: Row) -> Sequence[int] | None:
     return raw_ids
 
 
-def check_is_read(row: Row, key: str, origin: Origin, image_key: str, reads_images: bool) -> None:
-    """Raises ValueError for a row with media that the model would answer without: in columns of their own, or as parts
-    of its prompt in the column `key`; images are read from the column `image_key` alone, if the model `reads_images`.
-    """
-    prompt, read_parts = row.get(key), ("text", "image", "image_url") if reads_images else ("text",)
+def check_is_read(row: Row, key: str, origin: Origin, *image_key: str) -> None:
+    """Raises ValueError for a row with media, in columns of their own or as parts of its prompt in the column `key`,
+    that the model would answer without: all but images of the column `image_key`, if there is one."""
+    prompt = row.get(key)
     messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     kinds = [part.get("type", "text") for part in parts if isinstance(part, dict)]
-    columns = [name for name in {image_key: 0, **dict.fromkeys(NO_TEXT)} if not (reads_images and name == image_key)]
-    media = [f"the column {name!r} is filled" for name in columns if row.get(name)]
-    media += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds if kind not in read_parts]
+    media = [f"the column {name!r} is filled" for name in NO_TEXT if row.get(name) and name not in image_key]
+    read = ("text", "image", "image_url") if image_key else ("text",)
+    media += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds if kind not in read]
     if media:
-        reads = f"images of the column {image_key!r} (data.image_key) alone" if reads_images else "text alone"
-        raise ValueError(f"{origin}: {media[0]}, and the model reads {reads}: leave such rows out.")
+        words = f"text, and images of the column {image_key[0]!r}" if image_key else "text alone"
+        raise ValueError(f"{origin}: {media[0]}, and the model reads {words}: leave such rows out.")
 
 
 def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:

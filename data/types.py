@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from configs.schema import Config, SamplingConfig
-from data.prompt_ids import media_of, with_media
 
 if TYPE_CHECKING:
     from data.protocol import DataProto
@@ -67,16 +66,11 @@ class Request:
     """
 
     id: int
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # PromptIds, where the prompt shows media
     sampling: SamplingParams
     seed: int
     piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
     episode: Hashable | None = None
-
-    @property
-    def media(self) -> Any:
-        """The images of the prompt: true if there is one, and None of a model that reads text."""
-        return media_of(self.prompt_ids)
 
 
 @dataclass(frozen=True)
@@ -183,11 +177,6 @@ class Sample:
         self.weight_versions += [weight_version] * count if isinstance(weight_version, int) else weight_version
         self.rewards += [0.0] * count
         self.turns += [turn] * count
-
-    @property
-    def so_far(self) -> list[int]:
-        """The prompt and all that came after it, as the prompt of a next turn."""
-        return with_media([*self.prompt_ids, *self.token_ids], media_of(self.prompt_ids))
 
     def until(self, length: int) -> "Sample":
         """Returns this prompt with the first `length` tokens of its response, and all that is known of each."""

@@ -17,7 +17,6 @@ from configs.process import Requests, end_by, in_notebook, in_words
 from configs.schema import Config
 from configs.settings import LAST
 from data.files import FolderLost, check_is_ours, rewrite
-from data.pretrained import save_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import rng_state, set_rng_state
@@ -212,7 +211,7 @@ class Run:
         """Fills a checkpoint: the parts of each model that are named in `contents`, and the rest, which is small."""
         for name, model in self.models.items():
             model.all("save", folder.resolve() / name, self.contents, self.in_background)
-            save_tokenizer(self.tokenizer, folder / name / "huggingface")
+            self.tokenizer.save_pretrained(folder / name / "huggingface")
         torch.save(self.train_loader.state_dict(), folder / "data.pt")
         state = {"global_step": self.global_step, "metrics": self.metrics, "rng": rng_state(), **self.state()}
         torch.save(state, folder / "trainer_state.pt")

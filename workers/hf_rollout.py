@@ -23,7 +23,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from configs.schema import RolloutConfig
 from data.padding import collate
 from data.pretrained import position_count
-from data.prompt_ids import media_of
+from data.prompt_ids import PromptIds, media_of
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
 from data.types import Completion, Request, Sample, SamplingParams
@@ -135,8 +135,7 @@ class RunningBatch:
         """Draws the first token of each; those that go on join, behind the rows alive. Returns those that end by it."""
         rows: dict[tuple[int, ...], list[Request]] = {}  # of each prompt
         for request in requests:
-            prompt = request.prompt_ids if request.media else tuple(request.prompt_ids)
-            rows.setdefault(prompt, []).append(request)
+            rows.setdefault(PromptIds(request.prompt_ids, media_of(request.prompt_ids)), []).append(request)
         prompts, finished = list(rows), []
         new = self._new_tokens(prompts, rows)
         for part in padded_parts(new, self.max_num_batched_tokens):

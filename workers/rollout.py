@@ -28,7 +28,7 @@ from configs.import_utils import bind, callable_name, load_module, split_object
 from configs.schema import RolloutConfig
 from data.padding import collate
 from data.pretrained import template_terminator
-from data.prompt_ids import as_ids, media_of
+from data.prompt_ids import PromptIds, media_of
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
@@ -200,7 +200,7 @@ class Rollout:
         which these prompts may be one worker's share.
         """
         requests = [
-            Request(row, as_ids(ids), sampling, derive_seed(seed, "row", first_row + row))
+            Request(row, PromptIds(ids, media_of(ids)), sampling, derive_seed(seed, "row", first_row + row))
             for row, ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"])
         ]
         completions = self.generate(requests) if requests else []  # a share may be without rows

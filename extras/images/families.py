@@ -39,6 +39,7 @@ class Reader:
         self.folder, self.tokenizer = folder, tokenizer
         self.config = json.loads((folder / "config.json").read_text())
         self.placeholder = self.config["image_token_id"]
+        tokenizer.save_pretrained = self.save_pretrained
 
     def read(self, picture: Image.Image) -> Shown:
         """Processes an image."""
@@ -64,15 +65,17 @@ class Reader:
             )
         return PromptIds(media.expand(dataset.encode_prompt(messages if media else prompt)), media)
 
-    def with_images(self, ids: Sequence[int], images: Any, key: str = "images") -> PromptIds:
-        """Returns the expanded ids of a prompt with the images of its row."""
-        media = self.media(images, key)
+    def with_images(self, ids: Sequence[int], media: Media | None, images: Any) -> PromptIds:
+        """Returns the expanded ids of a prompt with its media, or else with the images of its row."""
+        if media is None:
+            media = self.media(images, "images")
         if (pads := list(ids).count(self.placeholder)) != (tokens := sum(image.tokens for image in media.images)):
             raise ValueError(f"the row's own ids have {pads} tokens of images, and its images have {tokens}.")
         return PromptIds(ids, media)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the processor's files, so that the folder is a model as others load it."""
+        """Writes the tokenizer's and the processor's files, so that the folder is a model as others load it."""
+        type(self.tokenizer).save_pretrained(self.tokenizer, folder)
         for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
             if (self.folder / name).is_file():
                 (Path(folder) / name).write_bytes((self.folder / name).read_bytes())

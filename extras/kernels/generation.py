@@ -73,7 +73,7 @@ class SharedPrompts(LaidOut):
 
     def _set_alive(self, rows: list[RunningRow], last: Tensor) -> None:
         super()._set_alive(rows, last)
-        shifts = [row.request.media.shift if row.request.media else 0 for row in rows]
+        shifts = [media.shift if media else 0 for media in (media_of(row.request.prompt_ids) for row in rows)]
         self.shifts = on_device(shifts, last.device)[:, None] if any(shifts) else 0  # of positions, by images
 
     def join(self, requests: Sequence[Request]) -> list[Completion]:
@@ -95,7 +95,7 @@ class SharedPrompts(LaidOut):
         else:
             layers = self._prompt_layers(prefilled, index, len(row.request.prompt_ids))
         ids = [*row.request.prompt_ids, *row.token_ids[:-1]]
-        self.turns.put(row.request.episode, CachedPrefix(ids, layers, row.request.media))
+        self.turns.put(row.request.episode, CachedPrefix(ids, layers, media_of(row.request.prompt_ids)))
 
     def goes_on(self) -> bool:
         return bool(self.turns.episodes) or super().goes_on()

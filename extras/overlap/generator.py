@@ -16,7 +16,7 @@ from typing import Any
 
 from data.concurrency import start_loop
 from data.padding import collate
-from data.prompt_ids import as_ids
+from data.prompt_ids import PromptIds, media_of
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
@@ -198,7 +198,7 @@ class Generator:
     ) -> DataProto:
         """Answers each row once, by the draws of Rollout.generate_sequences."""
         requests = [
-            Request(number, as_ids(ids), sampling, derive_seed(seed, "row", number))
+            Request(number, PromptIds(ids, media_of(ids)), sampling, derive_seed(seed, "row", number))
             for number, ids in zip(numbers, prompts.raw_prompt_ids, strict=True)
         ]
         done = await asyncio.gather(

@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.errors import printable, users_line
 from data.chat import ChatFormat
+from data.prompt_ids import PromptIds, media_of
 from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Reply, Row, Sample, SamplingParams
 from workers.engine_pump import AsyncEngine
@@ -99,7 +100,8 @@ class Episode(ABC):
             while end_reason is None:
                 sample = samples[-1]
                 room = limits.response - len(sample.token_ids)
-                done = await policy.answer(sample.so_far, min(room, limits.answer), turn)
+                so_far = PromptIds([*sample.prompt_ids, *sample.token_ids], media_of(sample.prompt_ids))
+                done = await policy.answer(so_far, min(room, limits.answer), turn)
                 sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
                 if done.finish_reason == "aborted" or not done.token_ids:  # no token, nothing that could earn a reward
                     outcome = "aborted" if done.finish_reason == "aborted" else "answered without a token"
