@@ -297,8 +297,8 @@ class RLHFDataset(Dataset):
         try:
             prompt = self._messages(columns, is_made)
             check_says_something(prompt)
-            shown = columns.get(self.image_key)
-            ids = self.encode_prompt(prompt) if self.images is None else self.images.encode(prompt, shown, self)
+            shown = columns.get(self.image_key), self.image_key, self.encode_prompt
+            ids = self.encode_prompt(prompt) if self.images is None else self.images.encode(prompt, *shown)
         except (ValueError, TypeError, TemplateError) as error:  # templates refuse messages by the last two
             columns = filled_columns(columns)
             raise ValueError(

@@ -7,7 +7,7 @@ pad, as a bias of its head forbids it, in training, scoring and generation alike
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,21 +49,21 @@ class Reader:
         """Reads what a row has in its column `key`; raises ValueError for what is no image."""
         return Media(tuple(map(self.read, read_images(images, key))), self.placeholder)
 
-    def encode(self, prompt: Prompt, images: Any, dataset: Any) -> PromptIds:
-        """Encodes the prompt of a row of `dataset`, with the images that its column has.
+    def encode(self, prompt: Prompt, images: Any, key: str, encode: Callable[[Prompt], list[int]]) -> PromptIds:
+        """Encodes the prompt of a row, by `encode`, with the `images` that its column `key` has.
 
         Raises:
             ValueError: there are more images than the prompt shows, or fewer; or one cannot be read.
         """
-        media = self.media(images, dataset.image_key)
+        media = self.media(images, key)
         messages = prompt if isinstance(prompt, str) else with_parts(prompt)
         asked = 0 if isinstance(prompt, str) else count_images(messages)
         if asked != len(media.images):
             raise ValueError(
-                f"the prompt has {asked} <image> in chat messages, and {dataset.image_key} has {len(media.images)}: "
+                f"the prompt has {asked} <image> in chat messages, and {key} has {len(media.images)}: "
                 "each image has its place."
             )
-        return PromptIds(media.expand(dataset.encode_prompt(messages if media else prompt)), media)
+        return PromptIds(media.expand(encode(messages if media else prompt)), media)
 
     def with_images(self, ids: Sequence[int], media: Media | None, images: Any) -> PromptIds:
         """Returns the expanded ids of a prompt with its media, or else with the images of its row."""

@@ -23,11 +23,13 @@ from configs.errors import notice_once
 from configs.import_utils import bind, load_subclass
 from data.chat import QUESTION, ChatFormat, Prompt, as_messages, parse_prompt
 from data.pretrained import template_terminator
+from data.prompt_ids import media_of
 from data.rl_dataset import truncate
-from data.rows import BadRow, BadRows, Origin, check_is_text, files_key, print_report, read_rows
+from data.rows import BadRow, BadRows, Origin, check_is_read, files_key, print_report, read_rows
 from data.types import Message, Sample
 from extras.sft.settings import SFTDataConfig
 
+IMAGE_KEY = "images"  # the column with the images of a prompt, where the model reads some
 LEARNT = "learnt-0417"  # placeholder for a learnt content, to find its place in the rendered text
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -92,7 +94,8 @@ class SFTDataset(Dataset):
         config = self.config
         is_answer = row.get(config.messages_key) is None
         key = config.prompt_key if is_answer else config.messages_key
-        check_is_text(row, key, origin)
+        reads_images = is_answer and "images" in vars(self.tokenizer)
+        check_is_read(row, key, origin, *([IMAGE_KEY] if reads_images else []))
         try:
             prompt = parse_prompt(self._prompt(row) if is_answer else row[key])
         except ValueError as error:
@@ -119,7 +122,9 @@ class SFTDataset(Dataset):
                 f"the response (column data.response_key={self.config.response_key}) is {response!r}; it must be "
                 f"a string. This row has the columns {', '.join(row)}."
             )
-        sample = Sample(self.conversations.chat(row.get(self.config.tools_key)).prompt_ids(prompt))
+        encode, reader = self.conversations.chat(row.get(self.config.tools_key)).prompt_ids, vars(self.tokenizer)
+        images = row.get(IMAGE_KEY)
+        sample = Sample(reader["images"].encode(prompt, images, IMAGE_KEY, encode) if images else encode(prompt))
         sample.extend([*self.tokenizer.encode(response, add_special_tokens=False), self.end_id], None, policy=True)
         return sample
 
@@ -137,10 +142,10 @@ def fit_sample(sample: Sample, config: SFTDataConfig, origin: Origin | str) -> S
     excess = len(prompt_ids) + len(response_ids) - config.max_length
     if excess <= 0:
         return sample
-    if config.truncation == "error":
+    if config.truncation == "error" or media_of(prompt_ids):
         raise ValueError(
             f"{origin}: prompt and response have {len(prompt_ids) + len(response_ids)} tokens, above "
-            f"data.max_length={config.max_length}: raise it, or cut rows by data.truncation=left or right."
+            f"data.max_length={config.max_length}: raise it, or cut mere texts by data.truncation=left or right."
         )
     cut_prompt = config.truncation == "left"
     ids = prompt_ids if cut_prompt else response_ids
