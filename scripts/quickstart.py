@@ -126,11 +126,13 @@ def warm_start(config: Config, folder: Path) -> None:
     imitate(config, folder, [WANDERERS_LESSON])
 
 
-def imitate(config: Config, folder: Path, lessons: Sequence[Lesson]) -> None:
+def imitate(
+    config: Config, folder: Path, lessons: Sequence[Lesson], save_model: Callable[..., None] = save_tiny_model
+) -> None:
     """Trains a tiny model on one lesson after another, and saves it where the RL config expects it."""
     seed, target = config.trainer.seed, Path(config.actor_rollout_ref.model.path)
     model = folder / "random_model"
-    save_tiny_model(model, derive_seed(seed, "tiny_model"))
+    save_model(model, seed=derive_seed(seed, "tiny_model"))
     for number, lesson in enumerate(lessons, start=1):
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(model, target)  # whose tokenizer the rows may need
