@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
 from configs.schema import RolloutConfig
+from data.prompt_ids import media_of
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
 from workers.rollout import KEY, Rollout, check_request, check_temperature
@@ -43,7 +44,7 @@ class vLLMRollout(Rollout):
         ValueError: vLLM cannot run such a model here, or an entry of engine_kwargs.vllm is unknown to it.
     """
 
-    own_weights = True
+    own_weights = takes_media = True
 
     @classmethod
     def check(cls, config: RolloutConfig, workers: int, gpus: int) -> None:
@@ -64,6 +65,7 @@ class vLLMRollout(Rollout):
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
         self.device = model.device
+        self.vision = vars(model).get("vision")  # of a model that reads images
         self.so_far: dict[int, Any] = {}  # by request that is asked for piecewise, what is drawn
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.lockstep = Lockstep(config.tensor_model_parallel_size)
@@ -89,7 +91,8 @@ class vLLMRollout(Rollout):
         self.wake_up()
         with self._alone():
             for request in joining:
-                prompt = {"prompt_token_ids": request.prompt_ids}
+                media, prompt = media_of(request.prompt_ids), {"prompt_token_ids": request.prompt_ids}
+                prompt |= media.for_engine(request.prompt_ids) if media else {}
                 self.engine.add_request(
                     str(request.id), prompt, self._sampling_params(request), lora_request=self.adapter
                 )
@@ -140,7 +143,7 @@ class vLLMRollout(Rollout):
         arguments = {"weights_iterator": self._at_least_one(weights), "is_checkpoint_format": True}
         with self._alone():
             self.engine.collective_rpc("reload_weights", kwargs=arguments)
-        self.engine.reset_prefix_cache()
+        self._reset_caches()
         self.lost_weights = False
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -155,7 +158,12 @@ class vLLMRollout(Rollout):
             self.adapter = LoRARequest("adapter", 1, folder)
             # It replaces the one before under the same id, by load_inplace.
             assert self.engine.add_lora(LoRARequest("adapter", 1, folder, load_inplace=True)), "vLLM refuses an adapter"
+        self._reset_caches()
+
+    def _reset_caches(self) -> None:
         self.engine.reset_prefix_cache()
+        if self.vision:
+            self.engine.reset_encoder_cache()
 
     def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
         [weights] = self.engine.collective_rpc(sync_class().held_by_vllm)
@@ -199,12 +207,15 @@ class vLLMRollout(Rollout):
 
         kind = RequestOutputKind.CUMULATIVE if request.piecewise else RequestOutputKind.FINAL_ONLY
         fields = self._sampling_fields(request) | {"output_kind": kind}
+        fields |= self.vision.sampling() if self.vision else {}
         return SamplingParams(**fields, flat_logprobs=True, detokenize=False)
 
     def _pop_completion(self, output: Any) -> Completion:
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
         self.so_far.pop(request.id, None)
+        if media_of(request.prompt_ids):
+            self.vision.check_read(request.prompt_ids, output.prompt_token_ids)
         return self._completion(request, [*answer.token_ids], log_probs_of(answer), answer.finish_reason)
 
 
@@ -224,7 +235,9 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, index: int) -> A
         if config.tensor_model_parallel_size > 1:  # a worker sees no GPU but its own
             os.environ |= {"RANK": str(rank()), "LOCAL_RANK": "0" if model.device.type == "cuda" else str(index)}
         settings = engine_settings(config, model)
-        if settings["load_format"] == "dummy":
+        if "vision" in vars(model):  # vLLM reads tokenizer and processor in the model's own folder
+            settings = {"mm_processor_cache_gb": 0} | settings | {"skip_tokenizer_init": False}
+        elif settings["load_format"] == "dummy":
             settings["model"] = str(config_folder(model))
         from vllm import EngineArgs, LLMEngine
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod

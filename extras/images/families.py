@@ -25,6 +25,7 @@ from data.wire import positions
 from extras.images.media import Media, Shown, count_images, read_images, with_parts
 
 FORBIDDEN = -1e4  # added to the logit of a pad
+LEAST_BIAS = -100.0  # that vLLM takes
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")  # in configs: pads
 
 
@@ -150,6 +151,18 @@ class Vision:
         if features is None:
             return embedded
         return embedded.masked_scatter(is_pad.unsqueeze(-1), features.to(embedded.dtype))
+
+    def sampling(self) -> dict[str, Any]:
+        """Returns arguments of vllm.SamplingParams by which no pad is drawn."""
+        return {"logit_bias": dict.fromkeys(self.pads, LEAST_BIAS)}
+
+    def check_read(self, ids: Sequence[int], read: Sequence[int]) -> None:
+        """Raises ValueError if an engine has read other tokens than `ids`, those of the trainer."""
+        if list(read) != list(ids):
+            raise ValueError(
+                f"the engine expands the images of a prompt to {len(read)} tokens, and the trainer to {len(ids)}: its "
+                "processor is another one."
+            )
 
     def freeze(self) -> None:
         """Takes the weights that read images out of training."""

@@ -99,6 +99,10 @@ class Media:
             expanded += next(images).expansion if token == self.placeholder else (token,)
         return expanded
 
+    def for_engine(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Returns the prompt of an engine that processes pictures, and expands their placeholders, itself."""
+        return {"prompt_token_ids": self.collapse(ids), "multi_modal_data": {"image": self.pictures}}
+
     def collapse(self, ids: Sequence[int]) -> list[int]:
         """Puts a placeholder in place of each image's expansion, where it comes first: undoes `expand`."""
         collapsed, position, images = [], 0, list(self.images)
