@@ -26,7 +26,7 @@ def lake_picture(environment: Any, state: Any) -> np.ndarray:
     return cells.repeat(CELL, axis=0).repeat(CELL, axis=1)
 
 
-def rendered(environment: Any, state: Any) -> np.ndarray:
+def render_state(environment: Any, state: Any) -> np.ndarray:
     """Replays `state` in an environment of its own, whose actions are numbered, and renders it."""
     name = environment.env_id.rpartition(":")[2]
     settings = {**environment.env_kwargs, **dict(environment.layout(state.seed)), "render_mode": "rgb_array"}
@@ -51,7 +51,7 @@ class PictureDataset(CustomEnvDataset):
     """
 
     def __init__(self, *arguments: Any, picture: str | None = None, **sizes: Any) -> None:
-        self.picture = load_named(picture, "data.custom_cls.kwargs.picture") if picture else rendered
+        self.picture = load_named(picture, "data.custom_cls.kwargs.picture") if picture else render_state
         super().__init__(*arguments, **sizes)
 
     def messages(self, state: Any) -> list[dict[str, Any]]:
