@@ -63,6 +63,8 @@ class ModelWorker:
         if self.device.type != "cpu" and "rollout" in roles and rank() == 0:
             print(memory_report(config, self.layouts, torch.cuda.get_device_properties(self.device).total_memory))
         module = self.module = self.load_policy(policy.model, "policy")
+        if "vision" in vars(module) and policy.actor.freeze_vision_tower:
+            module.vision.freeze()
         if text := precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters()):
             common_notice(text)
         if module.adapter.name and rank() == 0:
