@@ -55,7 +55,7 @@ def test_every_form_of_an_image_is_the_same_image(tmp_path: Path):
         {"image": str(tmp_path / "one.png")},
         {"bytes": None, "path": f"{tmp_path}/one.png"},
     ]
-    forms += [{"url": f"data:image/png;base64,{coded}"}, f"file://{path}"]
+    forms += [{"url": f"data:image/png;base64,{coded}"}, f"file://{tmp_path}/one.png"]
     assert all(read_image(form).tobytes() == image.tobytes() for form in forms)
 
 
