@@ -8,7 +8,7 @@ expanded everywhere here, so that lengths are true; an engine that expands by it
 import hashlib
 import io
 import reprlib
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from binascii import Error as NotBase64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from data.types import Message
 
 MARK = "<image>"  # of an image in a text
 BASE64 = "data:image/"  # how such a URL begins
+SMALL = 64  # pixels a side, of pictures in a report
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,15 @@ class Media:
     @property
     def pictures(self) -> list[Image.Image]:
         return [image.picture for image in self.images]
+
+    def thumbnails(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
+        """Lists where an image stands in a prompt, by how many tokens, and a small picture of it as a data URL."""
+        found, position = [], 0
+        for image in self.images:
+            first = ids.index(self.placeholder, position)
+            position = first + image.tokens
+            found.append((first, ids[first:position].count(self.placeholder), thumbnail(image.picture)))
+        return found
 
     def expand(self, ids: Sequence[int]) -> list[int]:
         """Puts each image's expansion in place of its placeholder.
@@ -152,6 +162,14 @@ def unpack(value: Any) -> Any:
     if content is None:
         return next((value[name] for name in ("image", "path", "url") if value.get(name) is not None), None)
     return b64decode(content, validate=True) if isinstance(content, str) else content
+
+
+def thumbnail(picture: Image.Image) -> str:
+    """Returns a picture of at most SMALL pixels a side as a data URL."""
+    small, file = picture.copy(), io.BytesIO()
+    small.thumbnail((SMALL, SMALL))
+    small.save(file, "PNG", optimize=True)
+    return f"{BASE64}png;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def open_image(content: bytes) -> Image.Image:

@@ -4,14 +4,16 @@ const chat = (() => {
   const ROLE =
     "(?:<\\|im_start\\|>|<start_of_turn>)(\\w+)\\n|<\\|start_header_id\\|>(\\w+)<\\|end_header_id\\|>\\n*|" +
     "<\\|(system|developer|user|assistant|tool)\\|>\\n?";
-  const MARKUP = new RegExp(`(?:(?:${END})\\n?){0,3}?(?:${ROLE})|(?:${END})\\n?`, "gu"), WHOLE = new RegExp(`^(?:${END})$`, "u");
+  const PICTURE = "\\u{fdd1}(data:image/png;base64,[\\w+/=]+)\\u{fdd1}"; // samples.py puts them there
+  const MARKUP = new RegExp(`(?:(?:${END})\\n?){0,3}?(?:${ROLE})|(?:${END})\\n?|${PICTURE}`, "gu"), WHOLE = new RegExp(`^(?:${END})$`, "u");
   const isSpecial = (text) => WHOLE.test(text);
-  // Splits a prompt at its markup: {text}, or {chip, raw}, where a chip is the role whose message begins.
+  // Splits a prompt at its markup: {text}, {picture}, or {chip, raw}, where a chip is the role whose message begins.
   const split = (prompt) => {
     const parts = [];
     let from = 0;
     for (const { 0: raw, index, ...groups } of prompt.matchAll(MARKUP)) {
-      parts.push({ text: prompt.slice(from, index) }, { chip: groups[1] ?? groups[2] ?? groups[3] ?? raw.trim(), raw });
+      const chip = groups[1] ?? groups[2] ?? groups[3] ?? raw.trim();
+      parts.push({ text: prompt.slice(from, index) }, groups[4] ? { picture: groups[4] } : { chip, raw });
       from = index + raw.length;
     }
     return [...parts, { text: prompt.slice(from) }].filter(({ text }) => text !== "");
@@ -192,7 +194,10 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
 
   // Shows a prompt with its markup as chips on lines of their own, so that a map's first line begins where others do.
   const viewPrompt = (className, prompt) => {
-    const part = ({ text, chip, raw }) => text ?? make("span", { className: "special", title: raw }, chip);
+    const part = ({ text, picture, chip, raw }) => {
+      if (picture) return make("img", { className: "picture", src: picture, alt: "an image of the prompt" });
+      return text ?? make("span", { className: "special", title: raw }, chip);
+    };
     return box(className, chat.split(prompt).map(part));
   };
   // Shows the tokens of an opened sample: what the policy said and, set apart, what the environment said, with rewards

@@ -19,6 +19,7 @@ from extras.report.runs import RunRecord, SampleFile
 CHUNK_TOKENS = 200_000  # of one file, at most: more take too long to open
 LARGEST_INT = 2**53  # beyond it a browser rounds
 SMALLEST, LARGEST = 0.1, 32.767  # thousandths in two bytes hold lists whose largest number is between
+AROUND = "\ufdd1"  # a picture in the text of a prompt; Unicode keeps it out of all texts
 NONE = -(2**15)  # stands there for "not computed"
 LEAST = 1e-6  # share of the groups, below which the room is given up
 MOST = 1e30  # for a number of a token: a sample that has a larger one is broken
@@ -155,7 +156,7 @@ class Chunk:
         mask, lost = lists["policy_mask"] > 0, lists["loss_mask"] == 0
         score = float(f"{score:.7g}") if score is not None and math.isfinite(score) else None
         tokens = [tables.tokens[token] for token in zip(ids, texts, strict=True)]
-        prompts = ["".join(row.get("prompt_texts") or "") or str(record["input"]) for row in rows or [record]]
+        prompts = [text_of_prompt(row) or str(record["input"]) for row in rows or [record]]
         earned = lists["advantages"][mask & np.isfinite(lists["advantages"])]
         known = {k: str(v) if isinstance(v, int) and abs(v) > LARGEST_INT else v for k, v in record.items()}
         extra = {name: known[name] for name in record.get("reward_extra_keys") or () if name in known}
@@ -220,6 +221,14 @@ class Chunk:
 def join(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
     """Joins a list of each row; a row without token_texts shows ids in brackets."""
     return [*chain.from_iterable(row.get(name) or map("⟨{}⟩".format, row["token_ids"]) for row in rows)]
+
+
+def text_of_prompt(row: dict[str, Any]) -> str:
+    """Joins the texts of a row's prompt, with each picture in place of its tokens."""
+    texts = [*(row.get("prompt_texts") or "")]
+    for first, count, url in reversed(row.get("pictures") or []):
+        texts[first : first + count] = [f"{AROUND}{url}{AROUND}"]
+    return "".join(texts)
 
 
 def numbers_of(row: dict[str, Any]) -> np.ndarray:

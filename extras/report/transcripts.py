@@ -117,8 +117,8 @@ def without_objects(info: Mapping[str, Any]) -> Record:
 
 
 def token_lists(batch: DataProto, row: int, texts: "TokenTexts") -> Record:
-    """Takes one row of a batch without its padding: ids and texts of the prompt, and the lists of `TOKENS`, token_texts
-    and, where they were computed, `COMPUTED`; loss_mask if some of the batch's tokens were rejected."""
+    """Takes one row of a batch without its padding: ids and texts of the prompt, its pictures, and the lists of
+    `TOKENS`, token_texts and, where they were computed, `COMPUTED`; loss_mask if some of its tokens were rejected."""
     width, tensors = batch.batch["responses"].shape[1], batch.tensors
     attended = tensors["attention_mask"][row].bool()
     prompt_ids = tensors["prompts"][row][attended[:-width]].tolist()
@@ -130,6 +130,9 @@ def token_lists(batch: DataProto, row: int, texts: "TokenTexts") -> Record:
     if "loss_mask" in tensors and not tensors["loss_mask"].equal(tensors["response_mask"]):
         lists["loss_mask"] = tensors["loss_mask"][row][is_real].int().tolist()
     shown = {"prompt_ids": prompt_ids, "prompt_texts": texts.of(prompt_ids)}
+    media = batch.non_tensor_batch["media"][row] if "media" in batch.non_tensor_batch else None
+    if media:
+        shown["pictures"] = media.thumbnails(prompt_ids)
     return {**shown, "token_texts": texts.of(lists["token_ids"]), **lists}
 
 
