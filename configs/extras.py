@@ -40,6 +40,7 @@ TABLE: dict[str, dict[str, str]] = {
     "flag": {"--multirun": "extras.sweep.sweep:sweep"},  # of a command
     "stage": {
         "reward.reward_model.enable": "extras.reward_model.stage:ModelScores",
+        "algorithm.prime.enable": "extras.prime.stage:ProcessRewards",
         "algorithm.rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
         "algorithm.use_pf_ppo": "extras.pf_ppo.stage:PFPPO",
         "env.id": "extras.gym.actions:ActionShares",
@@ -70,6 +71,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "role": {
         "rm": "extras.reward_model.role:ROLE",
+        "prm": "extras.prime.role:ROLE",
         "sender": "extras.overlap.wire_roles:SENDER",
         "receiver": "extras.overlap.wire_roles:RECEIVER",
         "generator": "extras.overlap.wire_roles:GENERATOR",
@@ -117,7 +119,8 @@ TABLE: dict[str, dict[str, str]] = {
             *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"),
         ),
         "extras.algorithms.estimators:ESTIMATORS",
-    ),
+    )
+    | {"prime": "extras.prime.estimator:ESTIMATORS"},
     "policy_loss": dict.fromkeys(
         ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"),
         "extras.algorithms.policy_losses:LOSSES",
@@ -170,6 +173,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     ),
     "rollout_correction": ("algorithm.rollout_correction",),
     "pf_ppo": ("algorithm.use_pf_ppo", "algorithm.pf_ppo"),
+    "prime": ("algorithm.prime",),
     "algorithms": (
         *("policy_loss.clip_cov_", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef", "policy_loss.dro_beta"),
         *("actor.tau_", "algorithm.gdpo_reward_"),

@@ -495,11 +495,13 @@ class KLControlConfig(Frozen):
 class FilterGroupsConfig(Frozen):
     enable: bool = setting(False, "Generate until enough groups differ in `metric` within themselves (DAPO).")
     metric: str = setting("reward", "Score (reward), or a number beside it; groups with equal values are dropped.")
+    accuracy_lower_bound: float | None = setting(None, "Drop groups whose mean of it is lower, too.")
+    accuracy_upper_bound: float | None = setting(None, "Drop groups whose mean of it is higher, too.")
     max_num_gen_batches: int = setting(10, "Most generations per step, then equal groups fill up; 0: any.", ge=0)
 
 
 @dataclass
-class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), section("algorithms"), Open):
+class AlgorithmConfig(*(section(extra) for extra in ("rollout_correction", "pf_ppo", "algorithms", "prime")), Open):
     keeps = "adv_estimator_kwargs"
 
     adv_estimator: str = setting("gae", "Name in the registry of advantage estimators.")

@@ -78,8 +78,8 @@ def is_whole(recipe: str) -> bool:
 
 RECIPES = [*filter(is_whole, options("recipe"))]
 # What a recipe is known by, beside its estimator and its loss.
-ROLES = {"ppo": "critic", "pf_ppo": "critic"} | dict.fromkeys(
-    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"), "ref"
+ROLES = {"ppo": ("critic",), "pf_ppo": ("critic",), "prime": ("ref", "prm")} | dict.fromkeys(
+    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"), ("ref",)
 )
 
 
@@ -88,7 +88,7 @@ ROLES = {"ppo": "critic", "pf_ppo": "critic"} | dict.fromkeys(
 def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe, name):
     files = [] if name == "frozenlake" else ["data.train_files=Makefile", "data.val_files=Makefile"]
     config = compose(f"recipe={recipe}", *files, name=name)
-    assert needed_roles(config)[2:] == ([ROLES[recipe]] if recipe in ROLES else [])
+    assert needed_roles(config)[2:] == [*ROLES.get(recipe, ())]
     actor = config.actor_rollout_ref.actor
     check_config(config)
     check_algorithm(config)
@@ -101,7 +101,7 @@ PAIRS = list(itertools.zip_longest(map(str, AdvantageEstimator), reversed(SHIPPE
 @needs_algorithms
 def test_the_pairs_below_hold_every_name_that_is_shipped():
     assert {name for name, _ in PAIRS} == {*AdvantageEstimator} and {loss for _, loss in PAIRS} == set(SHIPPED_LOSSES)
-    assert (len(AdvantageEstimator), len(SHIPPED_LOSSES)) == (15, 11)
+    assert (len(AdvantageEstimator), len(SHIPPED_LOSSES)) == (16, 11)
 
 
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)

@@ -32,6 +32,13 @@ def test_rows_of_groups_that_differ_have_signal_wherever_they_stand():
     assert rows_with_signal(scored([5, 5, 7], "aab"), "reward").tolist() == [False] * 3  # alone is no difference
 
 
+def test_groups_whose_mean_lies_beyond_the_bounds_are_left_out():
+    batch = scored([0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0], "aaaaabbbbbccccc")  # 0.2, 0.4, 0.8
+    for bounds, kept in {(0.2, None): "abc", (0.3, None): "bc", (0.3, 0.8): "bc", (None, 0.7): "ab"}.items():
+        has_signal = rows_with_signal(batch, "score", *bounds)
+        assert {uid for uid, mark in zip(batch.uid, has_signal.tolist(), strict=True) if mark} == {*kept}
+
+
 def test_a_failed_row_makes_no_difference():
     assert (
         rows_with_signal(scored([1, 0, 1, 0, 0, 0], "aabbcc", failed=(1, 2, 3, 4, 5)), "score").tolist() == [False] * 6

@@ -18,14 +18,15 @@ TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ
 LATER = ("advantages", "returns")  # computed after rows were left out
 
 
-def groups_by_signal(batch: DataProto, metric: str) -> tuple[list[list[int]], list[list[int]]]:
+def groups_by_signal(batch: DataProto, metric: str, *bounds: float | None) -> tuple[list[list[int]], list[list[int]]]:
     """Returns the rows of each group with signal (`rows_with_signal`), and those of each of the others."""
-    groups, has_signal = rows_by_prompt(batch), rows_with_signal(batch, metric).tolist()
+    groups, has_signal = rows_by_prompt(batch), rows_with_signal(batch, metric, *bounds).tolist()
     return [rows for rows in groups if has_signal[rows[0]]], [rows for rows in groups if not has_signal[rows[0]]]
 
 
-def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
-    """Returns [B] bool: rows of the groups (rows of one uid) whose completed samples differ in `metric`.
+def rows_with_signal(batch: DataProto, metric: str, low: float | None = None, high: float | None = None) -> Tensor:
+    """Returns [B] bool: rows of the groups (rows of one uid) whose completed samples differ in `metric`, and whose mean
+    of it is from `low` to `high`.
 
     `metric` is "score" (or "reward", or of a reward that returns a lone number "acc", as in verl), the sum of
     token_level_scores, or a numeric column such as what the reward returned beside the score. Raises ValueError if
@@ -36,6 +37,8 @@ def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
     groups = Groups(batch.uid[episodes.last_row], episodes.is_complete()[:, None])
     spread = groups.reduce(values, "amax") - groups.reduce(values, "amin")
     has_signal = spread > TOLERANCE * groups.reduce(values.abs(), "amax").clamp(min=1)
+    for bound, sign in ((low, 1), (high, -1)):
+        has_signal &= bound is None or sign * (groups.mean(values) - bound) >= -TOLERANCE
     return has_signal[episodes.of_row]
 
 

@@ -141,11 +141,12 @@ class RayPPOTrainer(Run):
         if not settings.enable:
             return Rollouts(batch, metrics | reward_metrics(batch))
         needed, draws = len(rows_by_prompt(batch)), 1
-        differ, tie = groups_by_signal(batch, settings.metric)
+        teaches = settings.metric, settings.accuracy_lower_bound, settings.accuracy_upper_bound
+        differ, tie = groups_by_signal(batch, *teaches)
         while len(differ) < needed and draws != settings.max_num_gen_batches:
             further, metrics = self.draw(step, draws, timing)
             batch = concat_scored([batch, further])
-            differ, tie = groups_by_signal(batch, settings.metric)
+            differ, tie = groups_by_signal(batch, *teaches)
             draws += 1
         groups = [*differ, *tie]
         metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
@@ -235,7 +236,7 @@ class RayPPOTrainer(Run):
         """Has the roles that learn do so from the batch, the policy last, and the engine sample from the new policy."""
         config, metrics = self.config, {}
         for name, role in self.models.items():
-            if role is not self.actor:
+            if role is not self.actor and not role.spec.in_stage:
                 with timer(f"update_{name}", timing):
                     metrics |= self.learn(role, mini_batches(batch, config, self.settings[name], self.global_step))
         if self.policy_learns:

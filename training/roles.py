@@ -51,6 +51,7 @@ class RoleSpec:
         objects: columns of objects that it reads.
         reads: says of a config which tensors methods read beside `SEQUENCES`; one that is not there is given all.
         update: its method that takes one step on a mini-batch; None: it does not learn.
+        in_stage: whether a stage has it learn, and not the end of the step.
         stage: what `compute` is called in timing_s/; None: the name.
         like_policy: its layers are split as the policy's are, and a prompt like the row before's costs it nothing.
         turn: when it is built: below 0 before the policy has an optimiser, above 0 when others have what they need.
@@ -68,6 +69,7 @@ class RoleSpec:
     arguments: tuple[str, ...] = ()
     objects: tuple[str, ...] = ("media",)
     update: str | None = None
+    in_stage: bool = False
     stage: str | None = None
     like_policy: bool = True
     turn: int = 0

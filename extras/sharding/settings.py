@@ -90,7 +90,7 @@ class ActorSettings(Frozen):
 def asks_for_it(config: Any) -> list[str]:
     """Lists the settings of `config` that need more than plain replicas, even with one worker or whole models."""
     actor, ref, rm = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.reward.get("reward_model")
-    fsdp = actor.fsdp_config
+    fsdp, prime = actor.fsdp_config, config.algorithm.get("prime")
     flags = {
         f"{ACTOR}.tensor_parallel_size": actor.tensor_parallel_size > 1,
         f"{ACTOR}.fsdp_config.fsdp_size": fsdp.fsdp_size > 1,
@@ -98,6 +98,7 @@ def asks_for_it(config: Any) -> list[str]:
         f"{ACTOR}.fsdp_config.optimizer_offload": fsdp.optimizer_offload,
         f"{ACTOR}.optim.moments_dtype": actor.optim.moments_dtype != "float32",
         "critic.optim.moments_dtype": config.critic.optim.moments_dtype != "float32",
+        "algorithm.prime.optim.moments_dtype": bool(prime) and prime.optim.moments_dtype != "float32",
         "actor_rollout_ref.ref.fsdp_config.param_offload": ref.fsdp_config.param_offload,
         "reward.reward_model.fsdp_config.param_offload": bool(rm) and rm.fsdp_config.param_offload,
     }
