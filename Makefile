@@ -69,7 +69,7 @@ bench: setup  ## time a step, phase by phase, and beside it TRL's (SIZE=1m, 10m 
 	$(RUN) -m benchmarks.step
 	$(RUN) -m benchmarks.vs_trl --size $(SIZE) --json outputs/vs_trl/$(SIZE).json
 
-gpu: $(if $(filter $(VENV)/%,$(RUN)),setup)  ## on a GPU: its tests, and a step of 0.5B beside TRL's (nine minutes; ARGS=--help)
+gpu: $(if $(filter $(VENV)/%,$(RUN)),setup)  ## on a GPU: its tests, and a step of 0.5B beside TRL's (at most nine minutes; ARGS=--help)
 	$(RUN) -m benchmarks.gpu $(ARGS)
 
 reports: quickstart multiturn reasoning  ## make docs/runs/, the reports of these three (half an hour)
