@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from configs.errors import ConfigError
@@ -43,6 +43,13 @@ class AnyColumns(RowwiseParallel):
 
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": AnyColumns}
+# q, k and v, or gate and up, share their input: its gradients are added up on each rank, then in one all-reduce.
+INPUTS = {
+    "layers.*.self_attn": PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Replicate()}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+    ),
+    "layers.*.mlp": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+}
 
 
 def check_split(config: PretrainedConfig, size: int, workers_a_node: int) -> None:
@@ -77,6 +84,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Splits the layers of `model` over the ranks of `mesh`, [size]; before they are sharded, and have weights."""
     plan = layer_plan(model.config)
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
+    styles |= {parent: INPUTS[parent] for name in plan if (parent := name.rpartition(".")[0]) in INPUTS}
     parallelize_module(model.base_model, mesh, styles, src_data_rank=None)
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:

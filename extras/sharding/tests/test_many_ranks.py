@@ -56,3 +56,9 @@ def test_a_branch_that_one_rank_takes_is_found(model: Path, tmp_path: Path):
     keys = [f"{ACTOR}.policy_loss.loss_mode=planted", f"actor_rollout_ref.model.external_lib={tmp_path}/planted.py"]
     difference = first_difference(play_ranks(config_of(model, 3, SMALL + keys), 2, [0, 1]))
     assert "rank 0 has Call(phase='actor learns', kind='allreduce', size=3, stride=1, bytes=4), rank 1" in difference
+
+
+def test_parts_of_a_layer_sum_activations_three_times_and_gradients_twice(model: Path):
+    [rank] = play_ranks(config_of(model, 2, [*SMALL, SPLIT]), 2, [0])
+    sums = [call.bytes for call in rank.calls if call.phase == "actor learns" and call.kind == "allreduce"]
+    assert sums.count(max(sums)) == 2 * 2 * (3 + 2), "2 micro-batches of 2 layers"
