@@ -26,6 +26,7 @@ NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which
     "tests/test_docs.py": ("report", "sft", "rollout_correction"),
     "tests/test_make_gpu.py": ("kernels", "report"),
     "tests/test_multiturn.py": ("report", "sft"),
+    "tests/test_prime_script.py": ("prime", "report", "sft"),
     "tests/test_quickstart.py": ("report", "sft"),
     "tests/test_smollm2.py": ("report", "sft"),
     "tests/test_vs_trl.py": ("kernels", "report"),

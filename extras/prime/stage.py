@@ -82,8 +82,9 @@ class ProcessRewards(Stage):
             weights = torch.ones_like(acc) if compared is None else best_of_n_weights(compared, batch.uid, mask)
             columns["prm_opponents"] = opponents_of(scores, acc, batch.uid, mask)[:, None]
             columns["prm_weights"] = weights[:, None]
-        rows = DataProto.from_dict(columns, {"uid": batch.uid})
         learner = KeepsLogProbs(self.trainer.roles["prm"], torch.zeros_like(reference))
+        objects = [name for name in ("uid", *learner.spec.objects) if name in batch.non_tensor_batch]
+        rows = DataProto.from_dict(columns, {name: batch.non_tensor_batch[name] for name in objects})
         metrics = self.trainer.learn(learner, mini_batches(rows, self.config, settings, self.trainer.global_step))
         return learner.log_probs, metrics
 

@@ -1,6 +1,7 @@
 """PRIME by hand, its model's update one row at a time, and whole runs: all orders, losses, and a resume to the bit."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
 from custom.tiny_model import save_tiny_model
 from data.padding import last_token
-from data.protocol import DataProto
+from data.protocol import DataProto, object_array
 from extras.prime.estimator import (
     batch_norm,
     best_of_n_weights,
@@ -25,7 +26,7 @@ from extras.prime.estimator import (
 )
 from extras.prime.model import ProcessRewardModel
 from extras.prime.settings import PrimeConfig
-from extras.prime.stage import outcomes
+from extras.prime.stage import ProcessRewards, outcomes
 from tests.batches import (
     CUTS,
     MASKED_ROW,
@@ -43,7 +44,7 @@ from tests.runs import compose, learning_metrics, short_run, state_files
 from tests.test_replicas import own_share, save_two_layers
 from training.mini_batches import Update, global_batch_info
 from training.preparation import prepare
-from training.roles import columns_read, needed_roles
+from training.roles import ROLES, columns_read, needed_roles
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
@@ -385,6 +386,24 @@ def test_models_of_other_tokens_or_beside_split_layers_are_refused(tiny_model: P
     tokenizer.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"algorithm\.prime\.model\.ref_path=.*other tokens"):
         prepare(compose(*short_run(tiny_model, tmp_path, *other)))
+
+
+def test_what_prompts_show_beside_their_text_is_learnt_from(tiny_model: Path, tmp_path: Path):
+    batch = padded([[1], [1]], [[1, 2], [3]], 1, 2, 0)
+    batch.batch["token_level_scores"] = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    batch.batch["ref_log_prob"] = torch.zeros(2, 2)
+    batch.non_tensor_batch |= {"uid": object_array(["a", "a"]), "media": object_array(["one", "two"])}
+    seen = []
+
+    def learn(learner, mini_batches) -> dict[str, float]:
+        seen.extend(mini_batch.media.tolist() for mini_batch, _ in mini_batches)
+        return {}
+
+    config = compose(*short_run(tiny_model, tmp_path, "recipe=prime", "algorithm.prime.update=after"))
+    role = SimpleNamespace(spec=ROLES["prm"])
+    trainer = SimpleNamespace(config=config, roles={"prm": role}, learn=learn, global_step=1)
+    ProcessRewards(trainer)(batch, {})
+    assert seen == [["one", "two"]] and not batch.batch["prm_rewards"].any()
 
 
 def test_an_outcome_beyond_0_and_1_is_refused():
