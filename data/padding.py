@@ -21,8 +21,7 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
 
     int64: prompts [B, P], responses, response_mask and weight_versions [B, R], input_ids, attention_mask and
     position_ids [B, P+R];
-    float32: rollout_log_probs [B, R]; objects [B]: end_reason, one column for each of the `extras`, and media where the
-    model reads any.
+    float32: rollout_log_probs [B, R]; objects [B]: end_reason, one column for each of the `extras`, and media, if any.
     Asserts that every sample fits, and that all have the same extras.
     """
     for sample in samples:

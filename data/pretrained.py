@@ -45,18 +45,14 @@ def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) 
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"{key}={path}: its config.json cannot be read ({first_line(error)}).") from error
     config.update(model.override_config)
+    vision_of(config, key)
     return config
 
 
 def vision_of(config: PretrainedConfig, key: str = "") -> Any | None:
-    """Finds the class by which models of this `config` read images; None: they read text alone."""
+    """Finds the class by which models of this `config` read images, which tells transformers of them; None: they read
+    text alone."""
     return find("vision", config.model_type, key) if config.model_type in TABLE["vision"] else None
-
-
-def class_of(config: PretrainedConfig, head: type, key: str = "") -> type:
-    """Returns the class by which transformers loads a model with this `head`."""
-    vision = vision_of(config, key) if head is AutoModelForCausalLM else None
-    return vision.auto_class if vision else head
 
 
 def position_count(config: PretrainedConfig) -> int | None:
@@ -80,8 +76,7 @@ def check_positions(config: PretrainedConfig, longest: int, model_key: str, leng
 def check_has_head(config: PretrainedConfig, model_key: str, head: type = AutoModelForCausalLM) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names as one of the class `head`."""
     known, words = HEADS[head]
-    in_folder = head.__name__ in (config.to_dict().get("auto_map") or {})  # in code of its own
-    if type(config) not in known and not in_folder and class_of(config, head, model_key) is head:
+    if type(config) not in known and head.__name__ not in (config.to_dict().get("auto_map") or {}):  # the folder's code
         raise ValueError(f"{model_key}: transformers has no {config.model_type} {words}.")
 
 

@@ -82,7 +82,8 @@ def test_it_sleeps_and_wakes_in_one_order(
             rollout.wake_up()
     rollout.load_weights([("head", torch.zeros(1))], 1)
     rollout.wake_up(), rollout.wake_up()
-    synced = [call.collective_rpc("reload_weights", kwargs=ANY), call.reset_prefix_cache()]
+    caches = call.reset_prefix_cache(), call.reset_encoder_cache()
+    synced = [call.collective_rpc("reload_weights", kwargs=ANY), *caches]
     if (device, free_cache) != ("cuda", True):
         assert engine.mock_calls == synced
         return

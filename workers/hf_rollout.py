@@ -222,8 +222,7 @@ class Rows:
         indices = on_device(rows, self.ids.device)
         if self.cache is not None:
             self.cache.reorder_cache(indices)
-        media = [self.media[row] for row in rows]
-        return replace(self, ids=self.ids[indices], mask=self.mask[indices], media=media)
+        return replace(self, ids=self.ids[indices], mask=self.mask[indices], media=[self.media[row] for row in rows])
 
     def append(self, tokens: Tensor) -> None:
         """Adds another token of each, [b, 1]."""
@@ -244,8 +243,7 @@ class SeparateRows(RunningBatch):
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Rows, Tensor]:
         cache = DynamicCache(config=self.module.config) if self.caches else None
-        padded = pad_left(prompts, self.pad_token_id, self.module.device)
-        rows = Rows(*padded, cache, [*map(media_of, prompts)])
+        rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), cache, [*map(media_of, prompts)])
         return rows, self._logits(rows)
 
     def _keep(self, prefilled: Rows, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
@@ -458,9 +456,7 @@ def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.de
     return on_device(ids, device), on_device(mask, device)
 
 
-def inputs_of(
-    module: PreTrainedModel, ids: Tensor, mask: Tensor, new: slice, media: Sequence[Any]
-) -> dict[str, Tensor | None]:
+def inputs_of(module: PreTrainedModel, ids: Tensor, mask: Tensor, new: slice, media: Sequence[Any]) -> dict[str, Any]:
     """Returns what the model is given of the columns `new` of prompts, [b, w], that show `media`."""
     if any(media):
         return module.vision.inputs(ids, mask, media, new)
@@ -469,7 +465,7 @@ def inputs_of(
 
 def last_logits(
     module: PreTrainedModel,
-    inputs: dict[str, Tensor | None],
+    inputs: dict[str, Any],
     mask: Tensor,
     cache: Cache | None,
     **for_attention: Any,

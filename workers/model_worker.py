@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.errors import ConfigError, warns_of_close
 from configs.import_utils import load_modules
 from configs.schema import Config, ModelConfig, OptimConfig, PretrainedModelConfig
-from data.pretrained import class_of, load_model_config, load_tokenizer
+from data.pretrained import load_model_config, load_tokenizer
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.types import SamplingParams
@@ -216,5 +216,5 @@ def parameter_count(settings: PretrainedModelConfig, key: str, head: type) -> in
     """Counts a model's numbers, without its weights in memory; shared ones count once."""
     config = load_model_config(settings, settings.path, key)
     with torch.device("meta"):
-        model = class_of(config, head).from_config(config, trust_remote_code=settings.trust_remote_code)
+        model = head.from_config(config, trust_remote_code=settings.trust_remote_code)
     return sum(weight.numel() for weight in model.parameters())

@@ -24,7 +24,7 @@ from configs.checks import plural
 from configs.errors import ConfigError, first_line, notice
 from configs.paths import find_path
 from configs.schema import ModelConfig, PretrainedModelConfig
-from data.pretrained import class_of, load_model_config, vision_of
+from data.pretrained import load_model_config, vision_of
 from data.seeding import derive_seed
 from workers.adapter import NoAdapter, adapter_of
 from workers.collectives import common_notice
@@ -121,7 +121,7 @@ def _load(
             built.gradient_checkpointing_enable()
         adapter.add(with_hooks(built, parallel, adapter))
 
-    loaded = load_pretrained(class_of(config, auto_class), model, config, report_weights, parallel, prepare)
+    loaded = load_pretrained(auto_class, model, config, report_weights, parallel, prepare)
     adapter.start(loaded)
     if vision := vision_of(config):
         loaded.vision = vision(loaded)

@@ -143,7 +143,8 @@ class vLLMRollout(Rollout):
         arguments = {"weights_iterator": self._at_least_one(weights), "is_checkpoint_format": True}
         with self._alone():
             self.engine.collective_rpc("reload_weights", kwargs=arguments)
-        self._reset_caches()
+        self.engine.reset_prefix_cache()
+        self.engine.reset_encoder_cache()  # of images
         self.lost_weights = False
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -158,12 +159,8 @@ class vLLMRollout(Rollout):
             self.adapter = LoRARequest("adapter", 1, folder)
             # It replaces the one before under the same id, by load_inplace.
             assert self.engine.add_lora(LoRARequest("adapter", 1, folder, load_inplace=True)), "vLLM refuses an adapter"
-        self._reset_caches()
-
-    def _reset_caches(self) -> None:
         self.engine.reset_prefix_cache()
-        if self.vision:
-            self.engine.reset_encoder_cache()
+        self.engine.reset_encoder_cache()  # of images
 
     def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:
         [weights] = self.engine.collective_rpc(sync_class().held_by_vllm)

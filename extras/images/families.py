@@ -14,7 +14,17 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -90,7 +100,6 @@ class Vision:
         pads: token ids that stand for media, which the policy cannot say.
     """
 
-    auto_class: ClassVar[type] = AutoModelForImageTextToText
     reader: ClassVar[type[Reader]]
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -259,3 +268,11 @@ class Idefics3(Vision):
             tensors = (image.tensors[name].to(device) for name in ("pixel_values", "pixel_attention_mask"))
             result.append(self.model.model.get_image_features(*tensors).pooler_output.flatten(0, 1))
         return result
+
+
+for kind, model_class in (  # transformers lists them among models of images and texts alone
+    (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+    (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    (Idefics3Config, Idefics3ForConditionalGeneration),
+):
+    AutoModelForCausalLM.register(kind, model_class, exist_ok=True)
