@@ -39,8 +39,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tiny_model(folder: str | Path, family: str = "qwen2_vl", seed: int = 0) -> None:
-    """Writes model, tokenizer and image processor to `folder`."""
+def save_tiny_model(folder: str | Path, family: str = "qwen2_vl", seed: int = 0, merge: int = 1) -> None:
+    """Writes model, tokenizer and image processor to `folder`. Of Qwen's, `merge`² patches are a token."""
     is_qwen = family.startswith("qwen")
     tokenizer = load_extern_object("custom/tiny_model.py", "build_tokenizer", "")()
     specials = OF_QWEN if is_qwen else OF_IDEFICS
@@ -48,13 +48,13 @@ def save_tiny_model(folder: str | Path, family: str = "qwen2_vl", seed: int = 0)
     tokenizer.chat_template = CHAT_TEMPLATE % ("".join(OF_QWEN[i] for i in (0, 2, 1)) if is_qwen else "<image>")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build_qwen(tokenizer, family) if is_qwen else build_idefics(tokenizer)
+        model = build_qwen(tokenizer, family, merge) if is_qwen else build_idefics(tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if is_qwen:
         size = {"shortest_edge": SIDE, "longest_edge": 1 << 12}
         Qwen2VLImageProcessorPil(
-            patch_size=PATCH, merge_size=1, temporal_patch_size=1, size=size, do_resize=False
+            patch_size=PATCH, merge_size=merge, temporal_patch_size=merge, size=size, do_resize=False
         ).save_pretrained(folder)
     else:
         size = {"longest_edge": SIDE}
@@ -73,10 +73,11 @@ def of_text(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def build_qwen(tokenizer: PreTrainedTokenizerFast, family: str) -> PreTrainedModel:
+def build_qwen(tokenizer: PreTrainedTokenizerFast, family: str, merge: int) -> PreTrainedModel:
     start, end, image, video = tokenizer.convert_tokens_to_ids(OF_QWEN)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    tower = {"depth": 2, "num_heads": 4, "patch_size": PATCH, "spatial_merge_size": 1, "temporal_patch_size": 1}
+    tower = {"depth": 2, "num_heads": 4, "patch_size": PATCH}
+    tower |= {"spatial_merge_size": merge, "temporal_patch_size": merge}
     settings = {
         "text_config": of_text(tokenizer) | {"rope_parameters": rope}, "image_token_id": image, "video_token_id": video,
         "vision_start_token_id": start, "vision_end_token_id": end, "tie_word_embeddings": True,
@@ -85,7 +86,7 @@ def build_qwen(tokenizer: PreTrainedTokenizerFast, family: str) -> PreTrainedMod
     if family == "qwen2_vl":
         settings["vision_config"] = tower | {"embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}
         return Qwen2VLForConditionalGeneration(Qwen2VLConfig(**settings))
-    windows = {"out_hidden_size": 128, "window_size": 2 * PATCH, "fullatt_block_indexes": [1]}
+    windows = {"out_hidden_size": 128, "window_size": 2 * merge * PATCH, "fullatt_block_indexes": [1]}
     settings["vision_config"] = tower | {"hidden_size": 64, "intermediate_size": 128, **windows}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**settings))
 

@@ -7,6 +7,7 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.pretrained import load_tokenizer
 from data.protocol import DataProto, object_array
 from data.types import SamplingParams
+from extras.images.tests.conftest import MERGED
 from extras.images.tests.test_scores import prompts_of
 from extras.images.tiny_model import FAMILIES
 from workers.hf_rollout import HFRollout, NoCacheBatch
@@ -35,7 +36,7 @@ def check_is_trainers(engine, batch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["off", "auto", "no cache"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MERGED])
 def test_engine_and_trainer_agree(folders, family, kind):
     engine = engine_of(folders[family], "off" if kind == "no cache" else kind)
     if kind == "no cache":

@@ -13,7 +13,7 @@ from data.prompt_ids import PromptIds
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.types import Sample
-from extras.images.tests.conftest import ROWS
+from extras.images.tests.conftest import MERGED, ROWS
 from extras.images.tiny_model import FAMILIES
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
 from workers.models import load_causal_lm
@@ -57,7 +57,7 @@ def references(model: Any, prompts: list[PromptIds], family: str) -> torch.Tenso
 
 
 @pytest.mark.parametrize("kernels", ["off", "auto"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MERGED])
 def test_scores_are_those_of_each_row_alone(folders, family, kernels):
     model = load_causal_lm(ModelConfig(path=str(folders[family]), kernels=kernels), longest=80)
     assert model.shares_prompts == (kernels == "auto")
