@@ -15,6 +15,9 @@ class PromptIds(list):
     def __eq__(self, other: object) -> bool:
         return list.__eq__(self, other) and self.media == media_of(other)
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash((*self, self.media))
 

@@ -15,7 +15,7 @@ from configs.errors import ConfigError
 from configs.extras import FOLDER
 from configs.schema import DataConfig, ModelConfig, RolloutConfig
 from data.padding import collate, repeats_prompt
-from data.pretrained import load_model_config, load_tokenizer, vision_of
+from data.pretrained import load_model_config, load_tokenizer
 from data.rl_dataset import OverlongPrompt, RLHFDataset
 from data.types import Request, Sample, SamplingParams
 from extras.images.media import read_image
@@ -111,9 +111,8 @@ def test_a_text_model_refuses_images(tiny_model: Path, tmp_path: Path):
 
 def test_without_the_extra_such_a_model_is_refused_by_name(folders, monkeypatch, tmp_path: Path):
     monkeypatch.setattr("configs.extras.FOLDER", tmp_path)
-    config = load_model_config(ModelConfig(), str(folders["qwen2_vl"]), "model.path")
-    with pytest.raises(ConfigError, match=r"images is not in this copy; extras/images was removed"):
-        vision_of(config, "actor_rollout_ref.model.path")
+    with pytest.raises(ConfigError, match=r"model.path=qwen2_vl: images is not in this copy; extras/images was"):
+        load_model_config(ModelConfig(), str(folders["qwen2_vl"]), "model.path")
     assert FOLDER.name == "extras"
 
 
