@@ -4,6 +4,7 @@ import base64
 import json
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -56,3 +57,25 @@ def test_supervised_training_reads_images(folders, tmp_path: Path):
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [each["train/loss"] for each in learning_metrics(tmp_path / "run").values() if "train/loss" in each]
     assert losses[-1] < 0.3 < losses[0], "without the images the loss of four answers is 0.7 at best"
+
+
+def test_rows_of_geometry3k_are_scored_by_its_rule(folders, tmp_path: Path):
+    """…with nothing set but files and model, in verl's form."""
+    labels = {"data_source": "hiyouga/geometry3k", "reward_model": {"style": "rule", "ground_truth": "3"}}
+    rows = [
+        {"prompt": row("<image>Find x. You FIRST think about the reasoning process")["prompt"], **labels}
+        | {"images": [{"bytes": png(picture(seed, 32, 24)), "path": None}]}
+        for seed in range(4)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    settings = [f"data.train_files={tmp_path}/train.parquet", f"actor_rollout_ref.model.path={folders['merged']}"]
+    settings += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.max_response_length=4"]
+    settings += [
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=1",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    done = python("main.py", *settings, "data.max_prompt_length=128", "trainer.logger=[]")
+    assert done.returncode == 0, done.stderr[-3000:]
+    [metrics] = [each for step, each in learning_metrics(tmp_path / "run").items() if step == 1]
+    assert metrics["critic/score/mean"] == 0.0 and metrics["rollout_mismatch/max_ratio"] < 1 + 1e-5
