@@ -45,6 +45,11 @@ TABLE: dict[str, dict[str, str]] = {
         "algorithm.use_pf_ppo": "extras.pf_ppo.stage:PFPPO",
         "env.id": "extras.gym.actions:ActionShares",
         "trainer.async_mode": "extras.overlap.one_step_off:Staleness",
+        "algorithm.adv_estimator=spo": "extras.algorithms.spo:SuccessTracker",
+        **dict.fromkeys(
+            (f"actor_rollout_ref.actor.policy_loss.loss_mode={name}" for name in ("gvpo", "pair", "spin")),
+            "extras.algorithms.group_losses:GroupIds",
+        ),
     },
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",
@@ -77,9 +82,9 @@ TABLE: dict[str, dict[str, str]] = {
         "generator": "extras.overlap.wire_roles:GENERATOR",
     },
     "pools": {"split": "extras.overlap.pools:split", "rollout": "extras.overlap.pools:ApartRollout"},
-    "trainer": {  # by trainer.async_mode
-        "one_step_off": "extras.overlap.one_step_off:one_step_off",
-        "fully_async": "extras.overlap.fully_async:fully_async",
+    "trainer": {  # each makes one of another's class
+        "trainer.async_mode=one_step_off": "extras.overlap.one_step_off:one_step_off",
+        "trainer.async_mode=fully_async": "extras.overlap.fully_async:fully_async",
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {
@@ -117,6 +122,7 @@ TABLE: dict[str, dict[str, str]] = {
         (
             *("turn_gae", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"),
             *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"),
+            *("max_rl", "spo"),
         ),
         "extras.algorithms.estimators:ESTIMATORS",
     )
@@ -124,7 +130,8 @@ TABLE: dict[str, dict[str, str]] = {
     "policy_loss": dict.fromkeys(
         ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"),
         "extras.algorithms.policy_losses:LOSSES",
-    ),
+    )
+    | dict.fromkeys(("gvpo", "pair", "spin"), "extras.algorithms.group_losses:LOSSES"),
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("evaluation", "standalone"),
@@ -176,7 +183,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "prime": ("algorithm.prime",),
     "algorithms": (
         *("policy_loss.clip_cov_", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef", "policy_loss.dro_beta"),
-        *("actor.tau_", "algorithm.gdpo_reward_"),
+        *("actor.tau_", "actor.gvpo_beta", "actor.dpo_beta", "algorithm.gdpo_reward_", "trainer.spo"),
     ),
     "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
     "overlap": (
@@ -250,9 +257,15 @@ def has(kind: str, name: str) -> bool:
 
 
 def asked_for(kind: str, config: Any) -> list[Any]:
-    """Finds the objects of a kind that goes by settings, where `config` has these and they are set."""
-    keys = [key for key in present(kind) if reduce(lambda at, name: at and at.get(name), key.split("."), config)]
-    return [find(kind, key) for key in keys]
+    """Finds the objects of a kind that goes by settings: where `config` has these and they are set or, by a key with =,
+    have that value."""
+
+    def is_set(key: str) -> bool:
+        path, _, value = key.partition("=")
+        setting = reduce(lambda at, name: at and at.get(name), path.split("."), config)
+        return setting == value if value else bool(setting)
+
+    return [find(kind, key) for key in filter(is_set, present(kind))]
 
 
 def present(kind: str) -> Iterator[str]:

@@ -576,7 +576,9 @@ class RunConfig(Frozen):
 
 @dataclass
 class TrainerConfig(
-    *(section(extra) for extra in ("dry_run", "report", "watch", "restarts", "overlap", "best")), RunConfig
+    *(section(extra) for extra in ("dry_run", "report", "watch", "restarts", "overlap", "best")),
+    section("algorithms", "TrainerSettings"),
+    RunConfig,
 ):
     cls: str = setting("training.ray_trainer:RayPPOTrainer", "The trainer: ours, or your subclass as file.py:Class.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")

@@ -195,6 +195,7 @@ class Stage:
     Attributes:
         at: "scored": a batch of responses has its scores (each draw of dynamic sampling, ReMax's greedy responses);
             "prepared": the columns of roles are there; "advantaged": the advantages are.
+        state: what it keeps from step to step, and checkpoints do: plain values, bytes and tensors by name.
     """
 
     at: ClassVar[str]
@@ -219,7 +220,7 @@ class Stage:
         return {}
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.config = trainer, trainer.config
+        self.trainer, self.config, self.state = trainer, trainer.config, {}
 
     def __call__(self, batch: "DataProto", timing: dict[str, float]) -> Metrics:
         """Works on `batch` in place; the seconds of its parts go to `timing`."""

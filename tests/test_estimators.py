@@ -28,7 +28,7 @@ ESTIMATORS = {name: ADV_ESTIMATOR_REGISTRY[name] for name in map(str, AdvantageE
 NAMES = [*ESTIMATORS]
 OUTCOME = {
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg",
-    "gdpo", "reinforce_plus_plus_baseline",
+    "gdpo", "reinforce_plus_plus_baseline", "max_rl", "spo",
 } & {*NAMES}  # fmt: skip
 TOKENWISE = [name for name in NAMES if name not in OUTCOME]  # they read rewards token by token, under the mask only
 GAMMA, LAM = 0.9, 0.8
@@ -79,6 +79,7 @@ class Batch:
             "response_mask": self.mask,
             "index": self.index,
             "reward_baselines": self.baselines,
+            "tracked_values": self.baselines,
             "gamma": GAMMA,
             "lam": LAM,
             "config": CONFIG,
@@ -398,6 +399,7 @@ def test_the_driver_calls_every_estimator(name):
             **batch.tokens,
             "response_mask": batch.mask,
             "reward_baselines": batch.baselines,
+            "tracked_values": batch.baselines,
             "uid": batch.index,
             **batch.dimensions,
         }

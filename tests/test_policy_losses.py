@@ -23,7 +23,8 @@ from workers.models import load_causal_lm
 
 NAN = math.nan
 SEEDS = range(8)
-LOSSES = ["vanilla", *present("policy_loss")]
+# Those that compare the answers to a prompt have rules of their own: extras/algorithms/tests/test_group_losses.py.
+LOSSES = [name for name in ["vanilla", *present("policy_loss")] if name not in ("gvpo", "pair", "spin")]
 CLIPFRAC, KL, LOWER = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
 # Where a loss decides for itself how tokens become one number.
 OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}

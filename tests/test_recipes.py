@@ -79,7 +79,7 @@ def is_whole(recipe: str) -> bool:
 RECIPES = [*filter(is_whole, options("recipe"))]
 # What a recipe is known by, beside its estimator and its loss.
 ROLES = {"ppo": ("critic",), "pf_ppo": ("critic",), "prime": ("ref", "prm")} | dict.fromkeys(
-    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"), ("ref",)
+    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "pair"), ("ref",)
 )
 
 
@@ -101,7 +101,7 @@ PAIRS = list(itertools.zip_longest(map(str, AdvantageEstimator), reversed(SHIPPE
 @needs_algorithms
 def test_the_pairs_below_hold_every_name_that_is_shipped():
     assert {name for name, _ in PAIRS} == {*AdvantageEstimator} and {loss for _, loss in PAIRS} == set(SHIPPED_LOSSES)
-    assert (len(AdvantageEstimator), len(SHIPPED_LOSSES)) == (16, 11)
+    assert (len(AdvantageEstimator), len(SHIPPED_LOSSES)) == (18, 14)
 
 
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_cuts
 from configs.errors import ConfigError, did_you_mean, notice
-from configs.extras import Registry, check_present, find
+from configs.extras import Registry, asked_for, check_present, find
 from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
 from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RolloutConfig
@@ -96,8 +96,8 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
     forget_changed_files()
     load_modules(config.actor_rollout_ref.model.external_lib, LIB_KEY)  # first: it may register what the rest looks up
     trainer_class = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
-    if config.trainer.async_mode:
-        trainer_class = find("trainer", config.trainer.async_mode)(trainer_class, config)
+    for make_trainer in asked_for("trainer", config):
+        trainer_class = make_trainer(trainer_class, config)
     check_observers(config)
     check_algorithm(config)
     check_models(config, trainer_class.reads)

@@ -332,7 +332,8 @@ class RayPPOTrainer(Run):
         return self.answer(prompts, sampling, derive_seed(self.config.trainer.seed, "validation", number), {})[0]
 
     def state(self) -> dict[str, Any]:
-        return {"validation": self.validation, "kl_coef": self.kl_ctrl.value, "certificate": self.certificate}
+        state = {"validation": self.validation, "kl_coef": self.kl_ctrl.value, "certificate": self.certificate}
+        return state | {"stages": {type(stage).__name__: stage.state for stage in self.stages}}
 
     def resume(self) -> None:
         """Resumes as `Run.resume`; the engine then samples from the weights that were loaded."""
@@ -345,3 +346,5 @@ class RayPPOTrainer(Run):
         self.validation = state["validation"]
         if self.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed one follows the present config
             self.kl_ctrl.value = state["kl_coef"]
+        for stage in self.stages:
+            stage.state |= state.get("stages", {}).get(type(stage).__name__, {})

@@ -236,6 +236,7 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
 
 
 def loss_reads(config: Config) -> set[str]:
-    """Names the columns of roles that the policy loss has as arguments without a default, after `TENSOR_ARGS`."""
-    columns_of_roles = {column for spec in ROLES.values() for column in spec.columns}
-    return columns_of_roles.intersection(list(required_arguments(policy_loss_of(config).function))[len(TENSOR_ARGS) :])
+    """Names the columns that roles or stages make and that the policy loss has as arguments without a default, after
+    `TENSOR_ARGS`."""
+    columns = columns_made(config).union(*(spec.columns for spec in ROLES.values()))
+    return columns.intersection(list(required_arguments(policy_loss_of(config).function))[len(TENSOR_ARGS) :])

@@ -28,7 +28,7 @@ from training.core_algos import (
 ESTIMATORS: dict[str, AdvEstimatorFn] = {}  # configs/extras.py names them
 listed = partial(register_adv_est, registry=ESTIMATORS)
 NEEDS_GROUPS |= {
-    *("grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
+    *("grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "max_rl"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 }
 
@@ -118,6 +118,28 @@ def compute_gpg_outcome_advantage(
     is_sample = mask.bool().any(-1)
     rescale = is_sample.sum() / (is_sample & (scores != 0)).sum().clamp(min=1)
     return alpha * rescale * (scores - groups.mean(scores)) / f_norm
+
+
+@listed("max_rl")
+@outcome
+def compute_max_rl_outcome_advantage(scores: Tensor, groups: Groups, mask: Tensor, **kwargs: Any) -> Tensor:
+    """MaxRL (arXiv:2602.02710): a sample's score minus its group's mean, over that mean: of n samples it maximises the
+    likelihood of a success up to order n, which weighs hard prompts more. 0 where the mean is not above 0."""
+    means = groups.mean(scores)
+    return torch.where((means > 0) & (groups.count > 1), (scores - means) / means, 0)
+
+
+@listed("spo")
+@torch.no_grad()
+def compute_spo_outcome_advantage(
+    token_level_rewards: Tensor, tracked_values: Tensor, response_mask: Tensor, **kwargs: Any
+) -> Pair:
+    """SPO (arXiv:2509.13232): a sample's score minus `tracked_values` [B], what earlier answers to its prompt let
+    expect, whitened over the batch's samples; 0 for fewer than two."""
+    is_sample = response_mask.bool().any(-1, keepdim=True)
+    distances = token_level_rewards.sum(-1, keepdim=True) - tracked_values.unsqueeze(-1).to(token_level_rewards)
+    advantages = spread_over_tokens(whiten_advantages(distances, is_sample)[:, 0], response_mask)
+    return advantages, advantages
 
 
 @listed("reinforce_plus_plus_baseline")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import ConfigError
-from configs.settings import Frozen, setting
+from configs.settings import Frozen, group, setting
 
 
 @dataclass
@@ -14,9 +14,28 @@ class Settings(Frozen):
 
 
 @dataclass
+class RhoConfig(Frozen):
+    type: str = setting("kl", "By how much the policy has moved (kl), or constant.", choices=("kl", "constant"))
+    value: float = setting(0.9, "Share of its counts that a row keeps, with constant.", gt=0, le=1)
+    clip_lower: float = setting(0.875, "Smallest share that it keeps, with kl.", gt=0, le=0.96)
+
+
+@dataclass
+class SPOConfig(Frozen):
+    rho: RhoConfig = group(RhoConfig, "What a row's counters keep when it is answered again.")
+
+
+@dataclass
+class TrainerSettings(Frozen):
+    spo: SPOConfig = group(SPOConfig, "How the baseline of algorithm.adv_estimator=spo forgets.")
+
+
+@dataclass
 class ActorSettings(Frozen):
     tau_pos: float = setting(1.0, "How soon sapo's gradient fades off policy where the advantage is positive.", gt=0)
     tau_neg: float = setting(1.05, "How soon sapo's gradient fades where the advantage is not positive.", gt=0)
+    gvpo_beta: float = setting(0.1, "How strongly gvpo holds the policy to the one that drew the answers.", gt=0)
+    dpo_beta: float = setting(0.1, "How strongly pair and spin hold the policy to the reference.", gt=0)
 
 
 @dataclass

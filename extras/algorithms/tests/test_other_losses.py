@@ -12,7 +12,7 @@ import torch
 from configs.checks import check_config
 from configs.errors import ConfigError
 from configs.extras import TABLE
-from extras.algorithms.policy_losses import LOSSES
+from extras.algorithms import group_losses, policy_losses
 from tests import test_policy_losses as rules
 from tests.batches import close
 from tests.runs import compose
@@ -77,7 +77,7 @@ def test_settings_that_cannot_work_are_refused_at_start_up(override, message):
 
 
 def test_the_table_names_each():
-    assert LOSSES.keys() == TABLE["policy_loss"].keys()
+    assert policy_losses.LOSSES.keys() | group_losses.LOSSES.keys() == TABLE["policy_loss"].keys()
 
 
 @pytest.mark.parametrize(("distance", "ratio"), [(25.0, math.exp(10)), (-25.0, math.exp(-25))])
