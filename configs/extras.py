@@ -85,6 +85,8 @@ TABLE: dict[str, dict[str, str]] = {
     "trainer": {  # each makes one of another's class
         "trainer.async_mode=one_step_off": "extras.overlap.one_step_off:one_step_off",
         "trainer.async_mode=fully_async": "extras.overlap.fully_async:fully_async",
+        "trainer.save_rollouts": "extras.replay.replay:saving",
+        "trainer.replay_rollouts": "extras.replay.replay:replaying",
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {
@@ -186,6 +188,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
         *("actor.tau_", "actor.gvpo_beta", "actor.dpo_beta", "algorithm.gdpo_reward_", "trainer.spo"),
     ),
     "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
+    "replay": ("trainer.save_rollouts", "trainer.replay_rollouts"),
     "overlap": (
         *("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n_workers_per_node", "rollout.pool_roles"),
         *("trainer.async_mode", "trainer.max_staleness", "trainer.batch_order", "trainer.replay"),

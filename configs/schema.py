@@ -576,7 +576,7 @@ class RunConfig(Frozen):
 
 @dataclass
 class TrainerConfig(
-    *(section(extra) for extra in ("dry_run", "report", "watch", "restarts", "overlap", "best")),
+    *(section(extra) for extra in ("dry_run", "report", "watch", "restarts", "overlap", "best", "replay")),
     section("algorithms", "TrainerSettings"),
     RunConfig,
 ):
