@@ -103,6 +103,9 @@ TABLE: dict[str, dict[str, str]] = {
     "format": {  # of calls, beside those of data/tool_parsers.py
         "plain": "extras.tools.formats:PlainParser",
         "llama3": "extras.tools.formats:Llama3Parser",
+        "qwen3_coder": "extras.tools.formats:Qwen3CoderParser",
+        "glm": "extras.tools.formats:GLMParser",
+        "gpt-oss": "extras.tools.formats:HarmonyParser",
     },
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
     "report": {"page": "extras.report.__main__:write_report", "curves": "extras.report.charts:plot_metric"},

@@ -266,7 +266,7 @@ class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
     max_assistant_turns: int | None = setting(None, "Most answers of the policy in an episode; null or 0: any.", ge=0)
     max_user_turns: int | None = setting(None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0)
     function_tool_path: str | None = setting(None, "Python file whose typed functions are tools.", file=True)
-    format: str = setting("hermes", "How answers write calls: hermes, llama3, plain, or your own ToolParser.")
+    format: str = setting("hermes", "How answers write calls: hermes, one of extras/tools/formats.py, or yours.")
     max_parallel_calls: int = setting(1, "Calls of one answer that are run, in parallel.", ge=1)
     tool_timeout: float = setting(30.0, "Seconds that a call of a tool, a user or an agent loop may take.", gt=0)
     max_tool_response_length: int = setting(256, "Characters of a tool's answer; longer ones are cut.", ge=1)

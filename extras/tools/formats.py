@@ -1,4 +1,4 @@
-"""Calls of tools as Llama 3 writes them, and in as few characters as there can be."""
+"""Reads calls of tools as Llama 3, Qwen3-Coder, GLM-4.5 and gpt-oss write them, and in as few characters as can be."""
 
 import json
 import re
@@ -94,3 +94,111 @@ class PlainParser(ToolParser):
         if len(values) == 1:
             return f"{name}({values[0]})"
         return f"{name}({json.dumps(arguments, ensure_ascii=False) if values else ''})"
+
+
+class Qwen3CoderParser(ToolParser):
+    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, as Qwen3-Coder writes calls.
+
+    Any number of them, also without <tool_call>. A value is the text between its tags, less a line break at each end.
+    """
+
+    BLOCK = re.compile(r"(?:<tool_call>\s*)?<function=(.*?)>(.*?)(</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL)
+    PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        parsed = ParsedAnswer(self.BLOCK.sub("", answer).strip())
+        for name, content, end in self.BLOCK.findall(answer):
+            rest = self.PARAMETER.sub("", content).strip()
+            if not end:
+                parsed.errors.append(f"the call of {name.strip()} is not closed: </function> is missing")
+            elif rest:
+                parsed.errors.append(f"write each argument of {name.strip()} as <parameter=NAME>value</parameter>")
+            else:
+                parsed.calls.append(ToolCall(name.strip(), dict(self.PARAMETER.findall(content))))
+        if "<tool_call>" in parsed.text:
+            parsed.errors.append("a call is <tool_call><function=NAME>…</function></tool_call>")
+        return parsed
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        parameters = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+class GLMParser(ToolParser):
+    """`<tool_call>NAME`, then `<arg_key>KEY</arg_key><arg_value>value</arg_value>` for each argument, `</tool_call>`,
+    as GLM-4.5 writes calls; any number of them."""
+
+    BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+    ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>\n?(.*?)\n?</arg_value>", re.DOTALL)
+
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        parsed = ParsedAnswer(self.BLOCK.sub("", answer).strip())
+        for content, end in self.BLOCK.findall(answer):
+            name = self.ARGUMENT.sub("", content).strip()
+            if not end:
+                parsed.errors.append("a call is not closed: </tool_call> is missing")
+            elif re.fullmatch(r"[\w.-]+", name):
+                arguments = {key.strip(): value for key, value in self.ARGUMENT.findall(content)}
+                parsed.calls.append(ToolCall(name, arguments))
+            else:
+                parsed.errors.append(
+                    "a call is the function's name, and <arg_key>NAME</arg_key><arg_value>value</arg_value> for each "
+                    "argument"
+                )
+        return parsed
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        lines = (
+            f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n" for key, value in arguments.items()
+        )
+        return f"<tool_call>{name}\n{''.join(lines)}</tool_call>"
+
+
+class HarmonyParser(ToolParser):
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`, as gpt-oss writes calls.
+
+    An answer is a list of messages. What stands in the channel analysis is thought: neither text nor a call, unless it
+    is addressed to a function.
+    """
+
+    MESSAGE = re.compile(
+        r"(.*?)<\|message\|>(.*?)(<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL
+    )
+    RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        text, parsed = [], ParsedAnswer("")
+        for header, content, _ in self.MESSAGE.findall(answer):
+            text.append(self._before_marks(header))
+            if recipient := self.RECIPIENT.search(header):
+                self._add(parsed, recipient[1], content)
+            elif "<|channel|>analysis" not in header:
+                text.append(content.strip())
+        rest = self.MESSAGE.sub("", answer)
+        if recipient := self.RECIPIENT.search(rest.partition("<|")[2]):
+            parsed.errors.append(f"the call of {recipient[1]} is cut: <|message|> and its arguments are missing")
+        text.append(self._before_marks(rest))
+        return ParsedAnswer("\n".join(filter(None, text)), parsed.calls, parsed.errors)
+
+    def _before_marks(self, text: str) -> str:
+        """Returns the text before the first special token: of a header that begins in mid-message it is the role's."""
+        before = text.partition("<|")[0].strip()
+        return "" if before == "assistant" or self.RECIPIENT.match(before) else before
+
+    def _add(self, parsed: ParsedAnswer, recipient: str, content: str) -> None:
+        name, arguments = recipient.removeprefix("functions."), read_json(content)
+        if name == recipient:
+            parsed.errors.append(f"there is no {recipient}: a call is addressed to=functions.NAME")
+        elif isinstance(arguments, dict):
+            parsed.calls.append(ToolCall(name, arguments))
+        else:
+            parsed.errors.append(f"the arguments of {name} are no JSON object")
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        content = json.dumps(arguments, ensure_ascii=False)
+        return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{content}<|call|>"
+
+
+def as_text(value: Any) -> str:
+    """Writes an argument as the formats of tags do: a text as it is, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
