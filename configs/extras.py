@@ -64,6 +64,7 @@ TABLE: dict[str, dict[str, str]] = {
     "keys": {  # they translate in this order
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",
+        "verifiers": "extras.verifiers.keys:VerifiersKeys",
     },
     "reward": {  # load(settings, RewardRun) -> what scores a reward_view
         "manager": "extras.verl.managers:load",
@@ -97,6 +98,7 @@ TABLE: dict[str, dict[str, str]] = {
         "program": "extras.sessions.play:load_program",
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
+        "verifiers": "extras.verifiers.environment:read_rows",
     },
     "sampler": {"source_weights": "extras.curriculum.mixture:MixtureSampler"},  # by the setting of data
     "dataset": {"files": "data.rl_dataset:RLHFDataset", "datagen": "extras.datagen.dataset:DynamicGenDataset"},

@@ -1,8 +1,6 @@
 """The examples of examples/, each with the real package, where it is installed (requirements-envs.txt)."""
 
-import json
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -16,9 +14,7 @@ import pytest
 
 from custom.env_wrapper import make_env
 from custom.gym.text_env import split_id
-from data.protocol import DataProto
 from tests.forked import python
-from training.reward_function import FunctionReward
 
 MINIGRID = "examples/minigrid_env.py:"
 CONNECT_FOUR = "examples/pettingzoo_env.py:ConnectFour-v0"
@@ -123,42 +119,6 @@ def test_connect_four_is_won_by_a_column_of_four_and_lost_by_a_full_one():
     columns = {reward: "".join(line[3] for line in text.splitlines()[-7:-1]) for reward, text in ends.items()}
     assert "XXXX" in columns[1.0] and "." not in columns[-1.0] and "XXXX" not in columns[-1.0]
     assert env.get_state(7) == env.get_state(7)
-
-
-TOY = """
-import verifiers
-from datasets import Dataset
-
-def right(completion, answer):
-    return float(completion[-1]["content"] == answer)
-
-def brief(completions) -> list[float]:
-    lengths = [len(completion[-1]["content"]) for completion in completions]
-    return [float(length == min(lengths)) for length in lengths]
-
-def load_environment(count):
-    rows = Dataset.from_list([{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(count)])
-    rubric = verifiers.Rubric(funcs=[right, brief], weights=[1.0, 0.5])
-    return verifiers.SingleTurnEnv(dataset=rows, rubric=rubric, system_prompt="Add.")
-"""
-
-
-def test_a_rubric_of_verifiers_scores_the_samples_of_a_prompt_together(tmp_path, monkeypatch):
-    pytest.importorskip("verifiers")
-    from examples import verifiers_env
-
-    (tmp_path / "toy_env.py").write_text(TOY)
-    monkeypatch.syspath_prepend(tmp_path)
-    handler = signal.getsignal(signal.SIGINT)
-    verifiers_env.write_rows("toy-env", str(tmp_path), '{"count": 3}')
-    assert signal.getsignal(signal.SIGINT) is handler
-    first, second, _ = map(json.loads, (tmp_path / "train.jsonl").read_text().splitlines())
-    assert second["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
-    rows = {name: [first[name], first[name], second[name]] for name in ("prompt", "made_by", "input")}
-    data = rows | {"raw_prompt": rows.pop("prompt"), "responses": ["0", "00", "12"], "uid": ["a", "a", "b"]}
-    results = FunctionReward(verifiers_env.rubric)(DataProto.from_single_dict(data))
-    assert [result["score"] for result in results] == [1.5, 0.0, 0.5]
-    assert [result["right"] for result in results] == [1.0, 0.0, 0.0] and results[2]["brief"] == 1.0
 
 
 SERVER = """
