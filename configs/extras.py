@@ -46,10 +46,7 @@ TABLE: dict[str, dict[str, str]] = {
         "env.id": "extras.gym.actions:ActionShares",
         "trainer.async_mode": "extras.overlap.one_step_off:Staleness",
         "algorithm.adv_estimator=spo": "extras.algorithms.spo:SuccessTracker",
-        **dict.fromkeys(
-            (f"actor_rollout_ref.actor.policy_loss.loss_mode={name}" for name in ("gvpo", "pair", "spin")),
-            "extras.algorithms.group_losses:GroupIds",
-        ),
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gvpo,pair,spin": "extras.algorithms.group_losses:GroupIds",
     },
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",
@@ -64,7 +61,7 @@ TABLE: dict[str, dict[str, str]] = {
     "keys": {  # they translate in this order
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",
-        "verifiers": "extras.verifiers.keys:VerifiersKeys",
+        "verifiers": "extras.verifiers.env_id:VerifiersKeys",
     },
     "reward": {  # load(settings, RewardRun) -> what scores a reward_view
         "manager": "extras.verl.managers:load",
@@ -98,7 +95,7 @@ TABLE: dict[str, dict[str, str]] = {
         "program": "extras.sessions.play:load_program",
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
-        "verifiers": "extras.verifiers.environment:read_rows",
+        "verifiers": "extras.verifiers.bridge:read_rows",
     },
     "sampler": {"source_weights": "extras.curriculum.mixture:MixtureSampler"},  # by the setting of data
     "dataset": {"files": "data.rl_dataset:RLHFDataset", "datagen": "extras.datagen.dataset:DynamicGenDataset"},
@@ -127,9 +124,8 @@ TABLE: dict[str, dict[str, str]] = {
     # beside those that the core registers, in one mapping of each kind
     "estimator": dict.fromkeys(
         (
-            *("turn_gae", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"),
-            *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"),
-            *("max_rl", "spo"),
+            *("turn_gae", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", "spo"),
+            *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline", "max_rl"),
         ),
         "extras.algorithms.estimators:ESTIMATORS",
     )
@@ -265,15 +261,13 @@ def has(kind: str, name: str) -> bool:
 
 
 def asked_for(kind: str, config: Any) -> list[Any]:
-    """Finds the objects of a kind that goes by settings: where `config` has these and they are set or, by a key with =,
-    have that value."""
-
-    def is_set(key: str) -> bool:
-        path, _, value = key.partition("=")
+    """Finds objects of a kind by settings of `config` that are set or, of a key with =, have one of those values."""
+    keys = []
+    for key in present(kind):
+        path, _, values = key.partition("=")
         setting = reduce(lambda at, name: at and at.get(name), path.split("."), config)
-        return setting == value if value else bool(setting)
-
-    return [find(kind, key) for key in filter(is_set, present(kind))]
+        keys += [key] if (setting in values.split(",") if values else setting) else []
+    return [find(kind, key) for key in keys]
 
 
 def present(kind: str) -> Iterator[str]:

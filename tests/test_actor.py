@@ -39,7 +39,7 @@ from training.core_algos import (
     register_policy_loss,
 )
 from training.losses import CLIPPED
-from training.mini_batches import PolicyUpdates, Update, without_zero_advantages
+from training.mini_batches import PolicyUpdates, Update, learning_rows
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
@@ -328,7 +328,7 @@ def test_rows_without_advantage_cost_no_forward_and_the_step_is_the_same(policy:
             lambda *call, seen=seen: seen.append(call[2]["input_ids"].numel()), with_kwargs=True
         )
         for _ in range(2):
-            rows = without_zero_advantages(batch) if skips else batch
+            rows = batch.select_idxs(learning_rows(batch)) if skips else batch
             metrics = actor.update_policy(rows, update_of(batch, config))
         shares.append({name: metrics[name] for name in CLIPPED if name in metrics})
         tokens.append(sum(seen))
@@ -361,7 +361,7 @@ def test_a_batch_without_any_advantage_still_steps_the_optimiser(policy: PreTrai
     batch, actor = ragged_batch(), make_actor(policy, config)
     batch.batch["advantages"].zero_()
     before = [parameter.detach().clone() for parameter in actor.engine.module.parameters()]
-    learnt_from = without_zero_advantages(batch)
+    learnt_from = batch.select_idxs(learning_rows(batch))
     assert len(learnt_from) == 1
     assert actor.update_policy(learnt_from, update_of(batch, config))["actor/grad_norm"] == 0
     for old, new in zip(before, actor.engine.module.parameters(), strict=True):

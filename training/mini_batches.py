@@ -50,7 +50,7 @@ class PolicyUpdates:
                 mini_batch.pop(["old_log_probs"])
             if (number > 0 or compared) and "rollout_log_probs" in mini_batch:
                 mini_batch.pop(["rollout_log_probs"])
-            yield without_zero_advantages(mini_batch) if self.skips_silent else mini_batch, update
+            yield mini_batch.select_idxs(learning_rows(mini_batch)) if self.skips_silent else mini_batch, update
 
 
 def mini_batches(
@@ -106,11 +106,6 @@ def skips_zero_advantages(config: Config) -> bool:
     actor = config.actor_rollout_ref.actor
     reads_all_rows = actor.entropy_coeff or actor.calculate_entropy or actor.use_kl_loss
     return policy_loss_of(config).silent_at_zero and not reads_all_rows
-
-
-def without_zero_advantages(mini_batch: DataProto) -> DataProto:
-    """Returns the `learning_rows`."""
-    return mini_batch.select_idxs(learning_rows(mini_batch))
 
 
 def learning_rows(batch: DataProto) -> torch.Tensor:

@@ -236,7 +236,6 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
 
 
 def loss_reads(config: Config) -> set[str]:
-    """Names the columns that roles or stages make and that the policy loss has as arguments without a default, after
-    `TENSOR_ARGS`."""
+    """Names the columns of roles and stages that the policy loss has as arguments without a default."""
     columns = columns_made(config).union(*(spec.columns for spec in ROLES.values()))
     return columns.intersection(list(required_arguments(policy_loss_of(config).function))[len(TENSOR_ARGS) :])

@@ -17,7 +17,7 @@ from tests.test_estimators import ANCHOR, MASK, NAN, Batch, flat, whitened
 
 
 def test_the_table_names_each():
-    assert ESTIMATORS.keys() == TABLE["estimator"].keys()
+    assert ESTIMATORS.keys() == {name for name, path in TABLE["estimator"].items() if "extras.algorithms." in path}
 
 
 # The anchors of the specification.

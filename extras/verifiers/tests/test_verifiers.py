@@ -9,7 +9,7 @@ import main
 from configs.errors import ConfigError
 from data.protocol import DataProto
 from data.rows import read_source
-from extras.verifiers.environment import rubric
+from extras.verifiers.bridge import rubric
 from tests.runs import compose, learning_metrics
 from training.reward_function import FunctionReward
 
@@ -35,7 +35,7 @@ def load_environment(count, turns=1):
     rubric = verifiers.Rubric(funcs=[right, brief], weights=[1.0, 0.5])
     return verifiers.SingleTurnEnv(dataset=rows, rubric=rubric, system_prompt="Add.")
 """
-FILE = "extras/verifiers/environment.py"
+FILE = "extras/verifiers/bridge.py"
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ import yaml
 
 from data.rows import Found, Origin
 from data.types import Row
-from extras.verifiers.keys import PREFIX
 
 
 def package() -> ModuleType:
@@ -46,7 +45,7 @@ def made_by_of(name: str, settings: dict[str, str]) -> str:
 
 def has_one_turn(env_id: str) -> bool:
     """Says whether the environment that env.id names asks the policy once, so that its rubric alone is needed."""
-    name, _, query = env_id.removeprefix(PREFIX).partition("?")
+    name, _, query = env_id.partition(":")[2].partition("?")
     return isinstance(environment(made_by_of(name, dict(parse_qsl(query)))), package().SingleTurnEnv)
 
 

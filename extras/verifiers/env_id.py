@@ -8,7 +8,7 @@ from configs.errors import ConfigError
 from configs.settings import Keys
 
 PREFIX = "verifiers:"
-FILE = "extras/verifiers/environment.py"
+FILE = "extras/verifiers/bridge.py"
 SPLITS = {"train": "train", "val": "eval"}  # of data, and of an environment
 
 
@@ -29,7 +29,7 @@ def expand(config: DictConfig) -> None:
         return
     if OmegaConf.select(config, "env.kwargs"):
         raise ConfigError(f"env.kwargs: arguments are part of the name, env.id={env_id.partition('?')[0]}?KEY=VALUE.")
-    from extras.verifiers.environment import has_one_turn  # loads what reads data, which other runs do not need yet
+    from extras.verifiers.bridge import has_one_turn  # loads what reads data, which other runs do not need yet
 
     config.env.id = None
     joint = "&" if "?" in env_id else "?"
