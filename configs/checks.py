@@ -31,7 +31,8 @@ def check_config(config: Config) -> None:
     check_episodes(config)
     check_rewards(config)
     check_sampling(config)
-    if not has_validation(config) and (trainer.test_freq > 0 or trainer.val_only):
+    validates = bool(config.data.val_files) if env.id is None else env.val_episodes > 0 or env.val_size > 0
+    if not validates and (trainer.test_freq > 0 or trainer.val_only):
         raise ConfigError(
             "trainer.test_freq, val_only: nothing to validate on: set data.val_files, env.val_episodes or env.val_size."
         )
@@ -103,11 +104,6 @@ def check_sampling(config: Config) -> None:
             f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the policy "
             "that samples is then not quite the policy that is trained. top_p=1 top_k=-1 min_p=0 is exact."
         )
-
-
-def has_validation(config: Config) -> bool:
-    env = config.env
-    return bool(config.data.val_files) if env.id is None else env.val_episodes > 0 or env.val_size > 0
 
 
 def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:

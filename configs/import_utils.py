@@ -91,7 +91,8 @@ def load_module(path: str, key: str = "") -> ModuleType:
     try:
         return _load_file(file.resolve()) if is_file else importlib.import_module(dotted)
     except Exception as error:  # whatever a user's file raises is passed on as the cause
-        if not is_file and _is_missing(dotted, error):
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{dotted}.".startswith(f"{error.name}.")
+        if not is_file and is_missing:  # itself, or a package above it
             state = f"it is {MOVED[dotted]} now" if dotted in MOVED else f"neither a file in {Path.cwd()} nor a module"
             raise ModuleNotFoundError(f"{origin}: {state}.") from None
         raise RuntimeError(f"Error loading module from {origin}: {type(error).__name__}: {error}") from error
@@ -315,8 +316,3 @@ def _found_by_import(parts: tuple[str, ...]) -> Path | None:
             return None  # no such name, or a module where a package has to be
         folders = spec.submodule_search_locations
     return Path(spec.origin).resolve() if spec is not None and spec.origin else None
-
-
-def _is_missing(name: str, error: Exception) -> bool:
-    """Says whether `error` says that module `name` itself, or a package above it, does not exist."""
-    return isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")

@@ -125,13 +125,9 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
         check_rows(config.actor_rollout_ref.rollout, loader, positions)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
-    game = build_env_setup(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None
+    plays_episodes = config.env.id is not None and (config.env.mode == "episode" or config.env.val_episodes > 0)
+    game = build_env_setup(config, environment, train_loader.dataset, reward) if plays_episodes else None
     return Parts(tokenizer, reward, train_loader, val_loader, environment, game, total_steps, trainer_class)
-
-
-def plays_episodes(config: Config) -> bool:
-    """Says whether whole episodes of an environment are played, in training or in validation."""
-    return config.env.id is not None and (config.env.mode == "episode" or config.env.val_episodes > 0)
 
 
 def check_warmup(config: Config, total_steps: int) -> None:

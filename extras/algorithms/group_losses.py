@@ -59,6 +59,7 @@ def compute_policy_loss_gvpo(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
+    *,
     group_ids: Tensor,
     config: LossConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,6 +118,7 @@ def compute_policy_loss_pair(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
+    *,
     ref_log_prob: Tensor,
     group_ids: Tensor,
     config: LossConfig,
@@ -131,6 +133,7 @@ def compute_policy_loss_spin(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
+    *,
     group_ids: Tensor,
     config: LossConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
