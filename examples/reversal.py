@@ -1,4 +1,4 @@
-"""A task of several tokens that is scored as a whole: twelve digits are to be written backwards, without a mistake."""
+"""A task of several tokens that is scored as a whole: eight digits are to be written backwards, without a mistake."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from data.seeding import numpy_generator
 
-DIGITS = 12
+DIGITS = 8
 
 Rows = list[dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""GRPO and PRIME from one start, on answers of 13 tokens that are scored as a whole (examples/reversal.py).
+"""GRPO and PRIME from one start, on answers of nine tokens that are scored as a whole (examples/reversal.py).
 
     python -m scripts.prime [--seed N] [key=value …]
 
@@ -29,7 +29,7 @@ from workers.ray_group import start_command
 
 FOLDER = Path("outputs/prime")
 RECIPES = ("grpo", "prime")
-SLIP, DEMONSTRATIONS = 0.3, 16_000
+SLIP, DEMONSTRATIONS = 0.3, 12_000
 SUCCESS = "val-core/reversal/reward/mean@4"
 
 
