@@ -9,7 +9,7 @@ SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning algorithms test extras lint bench gpu reports clean
+.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning pixels algorithms test extras lint bench gpu reports clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ multiturn: setup  ## train in whole episodes (SEED=0 GAME=frozenlake_multiturn, 
 
 reasoning: setup  ## train a tiny model to work out its answers, in 108 tokens (SEED=0)
 	$(RUN) -m scripts.reasoning --seed $(SEED)
+
+pixels: setup  ## train a tiny model that reads images on FrozenLake (SEED=0)
+	$(RUN) -m scripts.pixels --seed $(SEED)
 
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)
