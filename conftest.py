@@ -25,7 +25,7 @@ NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which
     "tests/test_example_agents.py": ("sessions", "tools"),
     "tests/test_docs.py": ("report", "sft", "rollout_correction"),
     "tests/test_make_gpu.py": ("kernels", "report"),
-    "tests/test_multiturn.py": ("report", "sft"),
+    "tests/test_multiturn.py": ("report", "sft", "tools"),
     "tests/test_prime_script.py": ("prime", "report", "sft"),
     "tests/test_quickstart.py": ("report", "sft"),
     "tests/test_smollm2.py": ("report", "sft"),

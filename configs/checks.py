@@ -137,8 +137,6 @@ def check_multi_turn(config: Config) -> None:
     of_rows = files.keys() - {"tool_config_path", "function_tool_path"}
     if of_rows and env_id is not None:
         raise ConfigError(f"{key} names {', '.join(of_rows)}, for rows, and env.id={env_id}: take one of them back.")
-    if rollout.multi_turn.enable and files and env_id is not None:
-        check_present("episode", "tools_beside", key)
 
 
 def check_episodes(config: Config) -> None:

@@ -51,7 +51,6 @@ TABLE: dict[str, dict[str, str]] = {
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",
         "agent_loop": "extras.verl.users_loop:LoopEpisode",
-        "tools_beside": "extras.tools.factory:ToolsBeside",  # an environment's episode
         "program": "extras.sessions.play:ProgramEpisode",
     },
     "environment": {
@@ -88,9 +87,9 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {
-        "tools": "extras.tools.files:tools_of_yaml",
+        "conversations": "extras.tools.conversations:ToolEpisodes",
+        "tools": "extras.tools.conversations:load_tools",
         "interactions": "extras.interactions.base:Users",
-        "factory": "extras.tools.factory:Factory",
         "agents": "extras.verl.agents:load_agents",
         "program": "extras.sessions.play:load_program",
         "datasets": "extras.sources.packages:read_datasets",
@@ -188,8 +187,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
         *("policy_loss.clip_cov_", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef", "policy_loss.dro_beta"),
         *("actor.tau_", "actor.gvpo_beta", "actor.dpo_beta", "algorithm.gdpo_reward_", "trainer.spo"),
     ),
-    "tools": ("multi_turn.tool_config_path", "multi_turn.environment_factory"),
     "replay": ("trainer.save_rollouts", "trainer.replay_rollouts"),
+    "tools": (
+        *(f"multi_turn.{name}" for name in ("tool_config_path", "function_tool_path", "environment_factory")),
+        *("multi_turn.max_assistant_turns", "multi_turn.max_user_turns", "multi_turn.max_parallel_calls"),
+        *("multi_turn.max_tool_response_length", "multi_turn.tool_response_truncate_side"),
+    ),
     "overlap": (
         *("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n_workers_per_node", "rollout.pool_roles"),
         *("trainer.async_mode", "trainer.max_staleness", "trainer.batch_order", "trainer.replay"),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from omegaconf import II
 
 from configs.errors import ConfigError
-from configs.extras import section
+from configs.extras import absence, has, section
 from configs.paths import find_path
 from configs.process import worker_threads
 from configs.settings import LAST, Frozen, Open, group, own_keys, setting
@@ -263,14 +263,8 @@ class SamplingConfig(Frozen):
 @dataclass
 class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
     enable: bool = setting(False, "Play each row as a conversation, with tools or a simulated user: an episode.")
-    max_assistant_turns: int | None = setting(None, "Most answers of the policy in an episode; null or 0: any.", ge=0)
-    max_user_turns: int | None = setting(None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0)
-    function_tool_path: str | None = setting(None, "Python file whose typed functions are tools.", file=True)
     format: str = setting("hermes", "How answers write calls: hermes, one of extras/tools/formats.py, or yours.")
-    max_parallel_calls: int = setting(1, "Calls of one answer that are run, in parallel.", ge=1)
     tool_timeout: float = setting(30.0, "Seconds that a call of a tool, a user or an agent loop may take.", gt=0)
-    max_tool_response_length: int = setting(256, "Characters of a tool's answer; longer ones are cut.", ge=1)
-    tool_response_truncate_side: str = setting("middle", "Side left out.", choices=("left", "middle", "right"))
     max_tokens_per_turn: int | None = setting(None, "Most tokens of one answer; null: what is left of all.", ge=1)
 
     def files(self) -> dict[str, str]:
@@ -279,6 +273,8 @@ class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
 
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
+        if self.enable and not has("source", "conversations"):
+            raise ConfigError(f"{key}.enable=true: {absence('tools')}", f"{key}.enable")
         files = self.files()
         for name, file in files.items():
             if not find_path(file.rpartition(":")[0] or file).is_file():

@@ -1,25 +1,18 @@
 """Defines the tools that a policy may call: verl's lifecycle of one, and plain functions as tools.
 
-A tool is described to the policy by a schema in OpenAI's function format. It comes from a yaml, from its class, or from
-the type hints and the docstring of a function. `load_tools` loads them, data/tool_parsers.py reads calls of them, and
-workers/agents/tools.py answers these.
+A tool is described to the policy by a schema in OpenAI's function format: of a yaml, of its class, or of the type hints
+and the docstring of a function. What loads tools, and answers calls, is extras/tools; data/tool_parsers.py reads calls.
 """
 
 import inspect
 import json
 import re
-import types
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import uuid4
-
-from configs.extras import find
-from configs.import_utils import load_module
-from configs.schema import MultiTurnConfig
-from data.tool_parsers import read_json
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 
@@ -135,39 +128,6 @@ class BaseTool:
         """Forgets the instance: its episode is over."""
 
 
-@dataclass(eq=False)
-class AgentData:
-    """An episode as tools that ask for `agent_data` see it: verl's class of this name, with arguments by name.
-
-    Attributes:
-        messages: the conversation so far, the answer with the call included.
-        request_id: of the episode; prompt_ids: its first prompt.
-        assistant_turns, user_turns: answers, and what was said to the policy after them.
-        tool_rewards, turn_scores: one number a call and one a user's turn, so far.
-        extra_fields: kept for the episode; becomes columns of its rows, which rewards may name.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    image_data: Any = None
-    video_data: Any = None
-    metrics: dict[str, Any] = field(default_factory=dict)
-    request_id: str = field(default_factory=lambda: uuid4().hex)
-    tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    interaction: Any = None
-    interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    prompt_ids: list[int] = field(default_factory=list)
-    response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    response_logprobs: list[float] = field(default_factory=list)
-    turn_scores: list[float] = field(default_factory=list)
-    tool_rewards: list[float] = field(default_factory=list)
-    user_turns: int = 0
-    assistant_turns: int = 0
-    tool_calls: list[Any] = field(default_factory=list)
-    routed_experts: Any = None
-    extra_fields: dict[str, Any] = field(default_factory=dict)
-
-
 class FunctionTool(BaseTool):
     """A Python function, sync or async, as a tool; it can still be called as the function it is. Its schema, unless
     given, is made of its type hints and docstring."""
@@ -265,51 +225,10 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
     return ToolSchema(deepcopy({**schema, "function": function}))
 
 
-def checked_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call as the schema types them: a number written as text becomes one, and the reverse.
-
-    Raises:
-        ValueError: one is missing, unknown, of the wrong type or not among the allowed; a sentence for the policy.
-    """
-    parameters = schema["function"]["parameters"]
-    known = parameters["properties"]
-    if unknown := [name for name in arguments if name not in known]:
-        raise ValueError(f"there is no argument {unknown[0]!r}; the arguments are {', '.join(known) or 'none'}")
-    if missing := [name for name in parameters["required"] if name not in arguments]:
-        raise ValueError(f"the argument {missing[0]!r} is missing")
-    return {name: _as_typed(name, value, known[name]) for name, value in arguments.items()}
-
-
-def _as_typed(name: str, value: Any, property_schema: Mapping[str, Any]) -> Any:
-    kinds = types_of(property_schema)
-    if not kinds or (value is None and (property_schema.get("nullable") or "null" in kinds)):
-        return value
-    kinds = sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ())))  # its own type comes first
-    result = next((typed for kind in kinds if (typed := as_type(value, kind)) is not None), None)
-    if result is None:
-        raise ValueError(f"the argument {name!r} must be of type {' or '.join(kinds)}")
-    if "enum" in property_schema and result not in property_schema["enum"]:
-        raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, property_schema['enum']))}")
-    return result
-
-
 def types_of(property_schema: Mapping[str, Any]) -> list[str]:
     """Lists the JSON types that a property may have; []: any."""
     kinds = property_schema.get("type") or []
     return kinds if isinstance(kinds, list) else [kinds]
-
-
-def as_type(value: Any, kind: str) -> Any:
-    """Returns `value` as one of a JSON type, read from a text or written as one if need be; None: it cannot be."""
-    if isinstance(value, str) and kind not in ("string", "null"):
-        read = read_json(value)
-        value = read if isinstance(read, JSON_TYPES[kind]) else value
-    elif kind == "string" and isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if kind == "integer" and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    fits = isinstance(value, JSON_TYPES.get(kind, ())) and (kind == "boolean" or not isinstance(value, bool))
-    return value if fits else None
 
 
 def function_schema(function: Callable, name: str | None = None) -> dict[str, Any]:
@@ -338,31 +257,3 @@ def function_schema(function: Callable, name: str | None = None) -> dict[str, An
         described |= {"description": texts[key]} if key in texts else {}
     described = {"name": name or function.__name__, "description": " ".join(description.split())}
     return {"type": "function", "function": described | {"parameters": {"required": []} | parameters}}
-
-
-def load_tools(settings: MultiTurnConfig) -> dict[str, BaseTool]:
-    """Loads all tools that the settings name, by name: of a yaml, of the functions of a file, and of the methods of
-    the object that a factory makes for each episode."""
-    files, tools = settings.files(), list[BaseTool]()
-    if path := files.get("tool_config_path"):
-        tools += find("source", "tools", f"{KEY}.tool_config_path")(path)
-    if path := files.get("function_tool_path"):
-        tools += tools_of_functions(path)
-    if path := files.get("environment_factory"):
-        tools += find("source", "factory", f"{KEY}.environment_factory")(path).tools()
-    names = [tool.name for tool in tools]
-    if duplicates := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{' and '.join(files.values())}: two tools are called {duplicates[0]!r}: rename one.")
-    return dict(zip(names, tools, strict=True))
-
-
-def tools_of_functions(path: str) -> list[FunctionTool]:
-    """Returns the functions marked with `@function_tool`; if there are none, all public ones that the file defines."""
-    module = load_module(path, f"{KEY}.function_tool_path")
-    functions = {name: value for name, value in vars(module).items() if isinstance(value, types.FunctionType)}
-    if marked := [vars(function)[TOOL_MARK] for function in functions.values() if TOOL_MARK in vars(function)]:
-        return marked
-    names = [name for name in functions if functions[name].__module__ == module.__name__ and name[0] != "_"]
-    if not names:
-        raise ValueError(f"{KEY}.function_tool_path={path}: it defines no function; write one, with type hints.")
-    return [FunctionTool(functions[name]) for name in names]

@@ -1,7 +1,7 @@
 """Deletes each extra in a copy of the repository: the core must work without it, and name it where a setting asks.
 
 `make extras` deletes all in turn; `make test` two a day, both from one copy. One copy has no extra at all: there the
-core alone plays episodes with tools, trains by PPO on two Ray workers, saves and resumes.
+core alone plays episodes, trains by PPO on two Ray workers, saves and resumes.
 """
 
 import os

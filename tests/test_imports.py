@@ -39,7 +39,7 @@ NAMES = {
     "data.seqlen_balancing": ["get_seqlen_balanced_partitions"],
     "extras.sft.dataset": ["SFTDataset"],
     "data.tool_parsers": ["ToolParser"],
-    "data.tools": ["BaseTool", "ToolResponse"],
+    "data.tools": ["BaseTool", "ToolResponse", "function_tool"],
     "training.core_algos": [
         "agg_loss",
         "compute_grpo_outcome_advantage",

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import main
+from configs.extras import has
 from configs.import_utils import load_module
 from tests.runs import ROOT, compose, learning_metrics, short_run
 from training.preparation import prepare
@@ -457,9 +458,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
+needs_tools = pytest.mark.skipif(not has("source", "conversations"), reason="extras/tools was removed")
 TOOL_KEYS = [f"{MULTI_TURN}.tool_config_path", "data.tool_config_path", "actor_rollout_ref.rollout.tools"]
 
 
+@needs_tools
 @pytest.mark.parametrize("key", TOOL_KEYS)
 def test_a_yaml_of_tools_by_each_of_its_keys(desk: Desk, key):
     functions = desk.write("functions.py", TOOLS)
@@ -470,6 +473,7 @@ def test_a_yaml_of_tools_by_each_of_its_keys(desk: Desk, key):
     assert schema["function"]["name"] == "measure"
 
 
+@needs_tools
 def test_a_python_function_as_a_tool_with_a_format_and_a_reward_of_the_users(desk: Desk):
     desk.write("my_reward.py", TOOL_REWARD)
     metrics = desk.train(

@@ -9,13 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError, notice
 from configs.extras import find, has
 from configs.import_utils import load_extern_object, load_named
-from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, RolloutConfig, SuccessConfig
-from data.chat import tool_kwargs
+from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, SuccessConfig
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
 from data.seeding import derive_seed
-from data.tool_parsers import ToolParser
-from data.tools import KEY, load_tools
 from data.types import Message
 from training.reward import RewardManager, load_reward_manager, reward_name
 
@@ -165,26 +162,17 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
 
 def worker_env_setup(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvSetup:
     """Builds the setup that the driver has checked anew from the config, where episodes are played."""
-    environment, rollout, tools = build_environment(config), config.actor_rollout_ref.rollout, {}
-    if uses_tools(rollout):
-        parser = ToolParser.get_tool_parser(rollout.multi_turn.format, tokenizer)
-        schemas = [tool.tool_schema.model_dump() for tool in load_tools(rollout.multi_turn).values()]
-        tools = tool_kwargs(schemas, parser, tokenizer)
+    environment = build_environment(config)
+    conversations = load_conversations(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
+    tools = conversations and conversations.template_kwargs(tokenizer)
     dataset = env_dataset(data_settings(config, tools), environment, tokenizer, size=1)
     reward = load_reward_manager(config.reward, tokenizer, environment, config)
     return EnvSetup(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
 
 
-def uses_tools(rollout: RolloutConfig) -> bool:
-    """Says whether the policy may call tools of files."""
-    settings = rollout.multi_turn
-    return settings.enable and bool(settings.files())
-
-
-def load_users(settings: MultiTurnConfig) -> Any | None:
-    """Loads the simulated users that speak to the policy; None: there are none."""
-    path = settings.files().get("interaction_config_path")
-    return path and find("source", "interactions", f"{KEY}.interaction_config_path")(path, settings.tool_timeout)
+def load_conversations(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> Any | None:
+    """Loads what rows talk to, tools and simulated users (extras/tools/conversations.py); None: rows are answered."""
+    return find("source", "conversations")(settings, tokenizer) if settings.enable else None
 
 
 @dataclass(eq=False)

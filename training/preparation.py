@@ -11,12 +11,12 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_cuts
-from configs.errors import ConfigError, did_you_mean, notice
+from configs.errors import ConfigError, did_you_mean
 from configs.extras import Registry, asked_for, check_present, find
 from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
 from configs.loader import options
-from configs.schema import Config, DataConfig, MultiTurnConfig, RolloutConfig
-from data.chat import ChatFormat, shows_tools, tool_kwargs
+from configs.schema import Config, DataConfig, RolloutConfig
+from data.chat import ChatFormat
 from data.pretrained import check_has_head, check_positions, load_model_config, load_tokenizer
 from data.rl_dataset import (
     PROGRESS_BAR_FROM,
@@ -30,8 +30,6 @@ from data.rl_dataset import (
 from data.rows import report_overlap
 from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sampler, epoch_rows, fitting_batch_size
 from data.seeding import seed_everything
-from data.tool_parsers import ToolParser
-from data.tools import load_tools
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS
@@ -47,7 +45,7 @@ from training.environment import (
     env_dataset,
     known_names,
     load_agents,
-    load_users,
+    load_conversations,
 )
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
 from training.ray_trainer import RayPPOTrainer
@@ -109,8 +107,12 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
         reward = load_reward_manager(config.reward, tokenizer, environment, config)
     else:
         reward = find("reward", "object")(reward, config.reward, tokenizer)
-    data = data_settings(config, describe_tools(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
-    check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs))
+    conversations = load_conversations(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
+    if conversations:
+        conversations.tell(tokenizer)
+    data = data_settings(config, conversations and conversations.template_kwargs(tokenizer))
+    speaks = conversations is not None and conversations.users is not None
+    check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs), speaks)
     train_loader = build_train_loader(config, data, tokenizer, environment)
     if config.env.mode == "episode":
         check_has_state(train_loader)
@@ -122,7 +124,7 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
         positions = rows_looked_at(loader)
         if isinstance(reward, ChecksRows) and not scores_itself:
             reward.check({position: loader.row(position) for position in positions})
-        check_rows(config.actor_rollout_ref.rollout, loader, positions)
+        check_rows(config.actor_rollout_ref.rollout, loader, positions, conversations)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
     plays_episodes = config.env.id is not None and (config.env.mode == "episode" or config.env.val_episodes > 0)
@@ -268,47 +270,22 @@ def check_has_state(loader: PromptLoader) -> None:
         )
 
 
-def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Makes the arguments of `encode_prompt` that describe the tools to the policy; {} where there are none."""
-    if not settings.enable:
-        return {}
-    tools = load_tools(settings)
-    if not tools:
-        return {}
-    try:
-        parser = ToolParser.get_tool_parser(settings.format, tokenizer)
-    except ValueError as error:
-        raise ConfigError(f"{MULTI_TURN}.format={settings.format}: {error}") from error
-    kwargs = tool_kwargs([tool.tool_schema.model_dump() for tool in tools.values()], parser, tokenizer)
-    if "tool_text" in kwargs:
-        notice(
-            f"the chat template does not show tools, so the system message describes {', '.join(tools)} and how "
-            f"{MULTI_TURN}.format={settings.format} calls them."
-        )
-    elif not shows_tools(tokenizer):
-        notice(
-            f"neither the chat template nor {MULTI_TURN}.format={settings.format} shows tools, so the policy reads "
-            f"nothing of {', '.join(tools)}: say in the prompts how they are called, or set custom_chat_template."
-        )
-    return kwargs
-
-
-def check_goes_on(config: Config, chat: ChatFormat) -> None:
+def check_goes_on(config: Config, chat: ChatFormat, has_users: bool) -> None:
     """Raises ValueError if others speak after an answer, and the template drops what the answer thought."""
-    settings, env = config.actor_rollout_ref.rollout.multi_turn, config.env
-    plays = env.id is not None and env.mode == "episode" and env.history == "transcript"
-    if plays or (settings.enable and load_users(settings)):
+    env = config.env
+    if has_users or (env.id is not None and env.mode == "episode" and env.history == "transcript"):
         chat.check_keeps_thoughts("user")
 
 
-def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable[int]) -> None:
+def check_rows(
+    rollout: RolloutConfig, loader: PromptLoader, positions: Iterable[int], conversations: Any | None = None
+) -> None:
     """Checks that rows ask for agents that exist, conversations only if there are some, and for such simulated users.
 
     Rows of files are all looked at, those that a dataset makes at these positions, and an environment's, which begin
     none, not at all.
     """
-    settings, agents, dataset = rollout.multi_turn, load_agents(rollout.agent), loader.dataset
-    users = load_users(settings) if settings.enable else None
+    agents, dataset = load_agents(rollout.agent), loader.dataset
     if isinstance(dataset, RLHFDataset) and dataset.rows and gives_rows_as_they_are(dataset):
         rows = enumerate(dataset.rows)
     else:
@@ -317,13 +294,13 @@ def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable
         agent = row.get(AGENT_COLUMN, SINGLE_TURN)
         if agent not in (SINGLE_TURN, TOOL_AGENT, *agents):
             raise ConfigError(f"row {position} has {AGENT_COLUMN}={agent}; {known_names(agents)}")
-        if agent == TOOL_AGENT and not settings.enable:
+        if agent == TOOL_AGENT and not rollout.multi_turn.enable:
             raise ConfigError(
                 f"row {position} has {AGENT_COLUMN}={TOOL_AGENT}: set {MULTI_TURN}.enable=true, or drop the column."
             )
         try:
-            if users is not None:
-                users.check(row)
+            if conversations is not None:
+                conversations.check(row)
         except ValueError as error:
             raise ConfigError(f"row {position}: {error}") from error
 

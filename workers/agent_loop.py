@@ -33,11 +33,10 @@ from training.environment import (
     EnvSetup,
     data_settings,
     load_agents,
-    uses_tools,
+    load_conversations,
 )
 from workers.agents.environment import EnvEpisode, EnvSlot
 from workers.agents.episode import Episode, Limits, Policy, SingleAnswer
-from workers.agents.tools import ToolEpisodes
 from workers.agents.user_code import MOST_STUCK, stuck
 from workers.engine_pump import AsyncEngine, CallingThread
 from workers.rollout import Rollout
@@ -62,9 +61,8 @@ class AgentLoop:
         rollout = config.actor_rollout_ref.rollout
         self.game, self.free_environments = game, list[EnvSlot]()
         self.turns_apart = game is not None and (config.env.mode == "step" or config.env.history == "turns")
-        has_tools = game is None or uses_tools(rollout)
-        self.conversations = ToolEpisodes(rollout.multi_turn, tokenizer) if has_tools else None
-        tools = self.conversations.template_kwargs(tokenizer) if has_tools else {}
+        self.conversations = load_conversations(rollout.multi_turn, tokenizer)
+        tools = self.conversations and self.conversations.template_kwargs(tokenizer)
         self.chat = chat = ChatFormat(tokenizer, data_settings(config, tools).apply_chat_template_kwargs)
         self.limits = Limits(rollout.response_length, rollout.multi_turn.max_tokens_per_turn or rollout.response_length)
         self.episodes: dict[str, Callable[[Row], Episode]] = {  # by what rows begin
@@ -72,7 +70,8 @@ class AgentLoop:
             for name, agent in load_agents(rollout.agent).items()
         }
         self.episodes |= {SINGLE_TURN: SingleAnswer, ENVIRONMENT: self.environment_episode}
-        self.episodes[TOOL_AGENT] = lambda row: self.conversations(row, chat, rollout.prompt_length)
+        if self.conversations is not None:
+            self.episodes[TOOL_AGENT] = lambda row: self.conversations(row, chat, rollout.prompt_length)
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Plays the episodes that `prompts` begin: rows with the columns of a rollout and of episodes beside their own.
@@ -114,9 +113,7 @@ class AgentLoop:
         """Opens an episode of the environment, beside which there may be tools."""
         timeout = None if self.config.env.in_processes else self.config.env.timeout  # processes keep it themselves
         episode = EnvEpisode(row, self.game, self.free_environments, self.turns_apart, timeout)
-        if self.conversations is None:
-            return episode
-        return find("episode", "tools_beside")(episode, self.conversations.toolbox(row))
+        return episode if self.conversations is None else self.conversations.beside(episode, row)
 
     def close(self) -> None:
         """Gives back what environments hold."""

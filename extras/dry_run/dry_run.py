@@ -177,7 +177,7 @@ def response_findings(batch: DataProto, config: Config) -> Iterator[str]:
     length = config.actor_rollout_ref.rollout.response_length
     if "episode" in batch:
         tools, game = config.actor_rollout_ref.rollout.multi_turn, config.env
-        most = tools.max_assistant_turns if game.id is None else game.max_turns  # None: as many as they like
+        most = tools.get("max_assistant_turns") if game.id is None else game.max_turns  # None: as many as they like
         if "__num_turns__" in batch and max(batch.non_tensor_batch["__num_turns__"]) <= 1 != most:
             yield "no episode has a second turn: is the game over after one answer, or are answers not understood?"
         ends = batch.end_reason[EpisodeRows(batch).last_row]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.protocol import DataProto
 from data.types import Metrics, Stage
-from training.environment import ActionReader, uses_tools
+from training.environment import ActionReader
 
 MOST_ACTIONS = 20  # that an environment may have to log each
 
@@ -45,7 +45,7 @@ class ActionShares(Stage):
         if game is not None:
             reader, environment = game.reader, game.environment
         names = environment.action_names or () if isinstance(environment, NamesActions) else ()
-        if not 0 < len(names) <= MOST_ACTIONS or uses_tools(self.config.actor_rollout_ref.rollout):
+        if not 0 < len(names) <= MOST_ACTIONS or self.config.actor_rollout_ref.rollout.multi_turn.files():
             return {}
         earned = defaultdict(list)
         for text, reward in answers(batch, self.trainer.tokenizer):

@@ -5,8 +5,8 @@ from typing import Any
 from uuid import uuid4
 
 from data.rows import kwargs_in
-from data.tools import AgentData
 from extras.tools.files import load_class, naming_entry, read_entries
+from extras.tools.toolbox import AgentData
 from workers.agents.user_code import in_users_loop
 
 SUFFIX = "Interaction"

@@ -17,8 +17,9 @@ from configs.import_utils import bind, load_named
 from data.chat import ChatFormat, as_text, encode_pieces
 from data.tools import KEY, FunctionTool
 from data.types import Reply, Row, check_text
+from extras.tools.tool_episode import ToolEpisode, User
+from extras.tools.toolbox import Toolbox
 from workers.agents.episode import Episode
-from workers.agents.tools import Toolbox, ToolEpisode, User
 from workers.agents.user_code import in_users_loop, slots
 
 

@@ -30,9 +30,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from configs import schema
+from configs.extras import find
 from data.pretrained import as_users_read
 from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
-from data.tools import BaseTool, ToolSchema, load_tools
+from data.tools import BaseTool, ToolSchema
 from extras.verl.imports import StandIns
 from extras.verl.keys import judge
 from training import core_algos
@@ -321,7 +322,7 @@ def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: s
 def load_all_tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[BaseTool]:
     """Returns the tools of a yaml and of a file of functions in a list."""
     settings = schema.MultiTurnConfig(tool_config_path=tool_config_path, function_tool_path=function_tool_path)
-    return [*load_tools(settings).values()]
+    return [*find("source", "tools")(settings).values()]
 
 
 initialize_tools_from_config = load_all_tools

@@ -1,7 +1,7 @@
 """Plays episodes: the policy and another side take turns, and every token is kept as it was sampled.
 
 `Episode.play` is the whole of it, for training and validation. An episode is of an environment
-(workers/agents/environment.py), of tools and a simulated user (workers/agents/tools.py), or of a class of the user's.
+(workers/agents/environment.py), of tools and a simulated user (extras/tools), or of a class of the user's.
 """
 
 from abc import ABC, abstractmethod

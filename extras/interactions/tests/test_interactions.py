@@ -15,9 +15,10 @@ from data.sampler import PromptLoader, SequentialSampler
 from extras.http.http import RequestRefused
 from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
 from extras.interactions.endpoint import EndpointInteraction
+from extras.tools.conversations import ToolEpisodes
+from extras.tools.tool_episode import ToolEpisode
 from tests.servers import answering
 from training.preparation import check_rows
-from workers.agents.tools import ToolEpisode, ToolEpisodes
 from workers.agents.user_code import Overdue
 
 GSM8K = "interaction: [{class_name: extras.interactions.gsm8k.Gsm8kInteraction, config: {}}]"
@@ -149,9 +150,10 @@ def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:
 def test_rows_are_checked_before_anything_expensive(write, tmp_path, kwargs, words):
     rows = [{"prompt": "a", "extra_info": {"interaction_kwargs": one}} for one in ({"name": "user"}, kwargs)]
     users = MultiTurnConfig(enable=True, interaction_config_path=write("users.yaml", SCRIPTED))
-    check_rows(RolloutConfig(multi_turn=users), loader(tmp_path, rows[:1]), [])
+    rollout, conversations = RolloutConfig(multi_turn=users), ToolEpisodes(users)
+    check_rows(rollout, loader(tmp_path, rows[:1]), [], conversations)
     with pytest.raises(ConfigError, match=words):
-        check_rows(RolloutConfig(multi_turn=users), loader(tmp_path, rows), [])
+        check_rows(rollout, loader(tmp_path, rows), [], conversations)
 
 
 # A user that a model plays

@@ -10,8 +10,9 @@ from configs.schema import MultiTurnConfig
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.protocol import DataProto
-from data.tools import function_tool, load_tools
+from data.tools import function_tool
 from data.types import SamplingParams
+from extras.tools.conversations import load_tools
 from tests.engines import Scripted
 from tests.runs import compose
 from training.environment import TOOL_AGENT, begin_episodes

@@ -3,8 +3,8 @@
 import pytest
 
 from data.tool_parsers import ToolCall, ToolParser
-from data.tools import checked_arguments
-from tests.test_tools import BOTH, ROME
+from extras.tools.tests.test_tools import BOTH, ROME
+from extras.tools.toolbox import checked_arguments
 
 
 @pytest.mark.parametrize(

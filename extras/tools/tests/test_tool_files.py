@@ -20,19 +20,19 @@ from examples.calculator_task import demonstrations, make_rows
 from extras.report.transcripts import sample_rows
 from extras.tools.calculator import as_text, calculate
 from extras.tools.search import Index
+from extras.tools.tests.test_tools import FUNCTIONS, called, load, respond, toolbox
+from extras.tools.toolbox import Toolbox
 from extras.try_reward.__main__ import read_views, score_rows
 from tests.engines import Playing, Scripted
 from tests.runs import compose
-from tests.test_tools import FUNCTIONS, called, load, respond, toolbox
 from training.environment import assign_agents
 from training.reward import add_scores
 from training.reward_function import FunctionReward
-from workers.agents.tools import Toolbox
 
 CALCULATOR = "{class_name: extras.tools.calculator.Calculator}"
 SHOUT = """
     tools:
-      - class_name: tests.test_tools.Shout
+      - class_name: extras.tools.tests.test_tools.Shout
         config: {type: native}
         tool_schema:
           type: function
@@ -59,7 +59,7 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
         tools:
           - function: {tmp_path}/functions.py:double
             name: twice
-          - class_name: tests.test_tools.Shout
+          - class_name: extras.tools.tests.test_tools.Shout
             name: cry
             description: Cries.
             parameters: {{type: object, properties: {{text: {{type: string}}}}}}

@@ -31,6 +31,7 @@ from extras.sft.dataset import answer_end, create_sft_dataset
 from extras.sft.settings import SFTConfig
 from extras.sft.verl_datasets import MultiTurnSFTDataset, VerlSFTDataset
 from extras.tools import files as tool_files
+from extras.tools.conversations import ToolEpisodes
 from extras.verl.compat import find_latest_ckpt_path
 from extras.verl.imports import table_of_verl
 from extras.verl.managers import get_reward_manager_cls, move_to_policy, register
@@ -45,7 +46,6 @@ from training.ray_trainer import RayPPOTrainer
 from training.reward import add_scores, load_reward_manager, reward_metrics
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
-from workers.agents.tools import ToolEpisodes
 from workers.rollout import build_rollout, generate_batch, load_rollout_class
 
 FORMS = Path(__file__).parent / "verl_forms"
@@ -518,7 +518,7 @@ def test_a_simulated_user_of_verls_speaks_until_the_answer_is_right(folder):
 
 
 def test_a_subclass_of_the_mcp_tool_reads_results_its_own_way(folder, monkeypatch):
-    """By a client in place of a server's: tests/test_tools.py has a real one."""
+    """By a client in place of a server's: extras/tools/tests has a real one."""
     part, schema = SimpleNamespace(type="text", text="seven"), {"type": "object", "properties": {}}
 
     class Client:

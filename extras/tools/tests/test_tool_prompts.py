@@ -1,22 +1,19 @@
-"""Prompts that describe tools, and rows that ask for what plays their episodes, before anything expensive."""
+"""Prompts that describe tools."""
 
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
-from configs.schema import DataConfig, MultiTurnConfig, RolloutConfig
+from configs.schema import MultiTurnConfig
 from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
 from data.chat import ChatFormat, encode_prompt, tool_kwargs
-from data.files import dump_jsonl
-from data.rl_dataset import RLHFDataset
-from data.sampler import PromptLoader, SequentialSampler
 from data.tool_parsers import ToolParser
-from training.preparation import check_rows, describe_tools
+from extras.tools.conversations import ToolEpisodes
 
 CALCULATOR = '''
 def calculator(expression: str) -> str:
@@ -25,24 +22,11 @@ def calculator(expression: str) -> str:
 '''
 
 
-def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:
-    dump_jsonl(folder / "rows.jsonl", rows)
-    config = DataConfig()
-    dataset = RLHFDataset(folder / "rows.jsonl", build_tokenizer(), config=config)
-    return PromptLoader(dataset, 1, SequentialSampler(dataset, config))
-
-
-@pytest.mark.parametrize(
-    ("agent", "words"),
-    [
-        ("tool_agent", "row 1 has agent_name=tool_agent: .*enable=true"),
-        ("other", "row 1 has agent_name=other; the agents are single_turn_agent, tool"),
-    ],
-)
-def test_rows_ask_for_agents_that_there_are(tmp_path, agent, words):
-    rows = [{"prompt": "a", "agent_name": "single_turn_agent"}, {"prompt": "a", "agent_name": agent}]
-    with pytest.raises(ConfigError, match=words):
-        check_rows(RolloutConfig(), loader(tmp_path, rows), [])
+def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What is said of tools to the policy, and to whoever starts the run."""
+    episodes = ToolEpisodes(settings, tokenizer)
+    episodes.tell(tokenizer)
+    return episodes.template_kwargs(tokenizer)
 
 
 @pytest.fixture

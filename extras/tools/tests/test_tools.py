@@ -1,6 +1,7 @@
 """Tools: schemas from hints and docstrings, files of tools, calls in answers, and what runs them."""
 
 import asyncio
+import inspect
 import random
 import re
 import sys
@@ -9,19 +10,14 @@ from typing import Any, Literal
 
 import pytest
 
+from configs.import_utils import load_module
 from configs.schema import MultiTurnConfig
 from data.tool_parsers import ToolCall, ToolParser
-from data.tools import (
-    BaseTool,
-    FunctionTool,
-    ToolResponse,
-    checked_arguments,
-    function_tool,
-    load_tools,
-    schema_of_text,
-)
+from data.tools import BaseTool, FunctionTool, ToolResponse, function_tool, schema_of_text
 from data.types import Reply
-from workers.agents.tools import Toolbox, ToolEpisode, ToolEpisodes, truncate
+from extras.tools.conversations import ToolEpisodes, load_tools
+from extras.tools.tool_episode import ToolEpisode
+from extras.tools.toolbox import Toolbox, checked_arguments, truncate
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> str:
@@ -317,8 +313,9 @@ def test_parallel_calls_run_side_by_side_and_answer_in_order():
     assert box.counts == {"calls": 50}
 
 
-def test_whatever_goes_wrong_is_told_to_the_policy_and_counted(capsys):
-    box = toolbox(WEATHER, FunctionTool(broken), FunctionTool(slow), max_parallel_calls=5, tool_timeout=0.1)
+def test_whatever_goes_wrong_is_told_to_the_policy_and_counted(write, capsys):
+    of_the_user = load_module(write("mine.py", inspect.getsource(broken))).broken
+    box = toolbox(WEATHER, FunctionTool(of_the_user), FunctionTool(slow), max_parallel_calls=5, tool_timeout=0.1)
     answer = called("weather", city="Rome") + called("nothing") + called("weather") + called("broken", x=3)
     reply = respond(box, answer + called("slow", seconds=9) + "<tool_call>{</tool_call>" + called("slow", seconds=0))
     texts = [message["content"] for message in reply.messages]
@@ -332,7 +329,7 @@ def test_whatever_goes_wrong_is_told_to_the_policy_and_counted(capsys):
     failures = ("unknown_tool", "bad_arguments", "raised", "timeout", "malformed", "not_run")
     assert box.counts == {"calls": 7, **dict.fromkeys(failures, 1)}
     assert {message["role"] for message in reply.messages} == {"tool"}
-    assert re.search(r"the tool broken raised RuntimeError: no 3 \(.*test_tools.py:\d+\)", capsys.readouterr().err)
+    assert re.search(r"the tool broken raised RuntimeError: no 3 \(.*mine.py:\d+\)", capsys.readouterr().err)
 
 
 def test_a_blocking_function_that_hangs_is_given_up():

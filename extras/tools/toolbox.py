@@ -1,35 +1,52 @@
-"""Holds conversations about rows: the policy calls tools and reads their results, and a simulated user may speak."""
+"""Runs the calls of an episode: their arguments are held against the schemas, and what comes back is text."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol
-
-from transformers import PreTrainedTokenizerBase
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
 
 from configs.errors import notice_once, printable, users_line
-from configs.extras import find
 from configs.import_utils import accepts
 from configs.schema import MultiTurnConfig
-from data.chat import ChatFormat, as_messages, tool_kwargs
-from data.rows import RUN_COLUMNS, beside, kwargs_in
-from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, without_thoughts
-from data.tools import (
-    KEY,
-    AgentData,
-    BaseTool,
-    ToolResponse,
-    as_response,
-    as_reward,
-    checked_arguments,
-    load_tools,
-)
-from data.types import Reply, Row, check_text
-from training.environment import load_users
-from workers.agents.episode import Episode
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, read_json, without_thoughts
+from data.tools import JSON_TYPES, BaseTool, ToolResponse, as_response, as_reward, types_of
+from data.types import Reply, check_text
 from workers.agents.user_code import Overdue, in_users_loop, slots
 
-OF_THE_POLICY = ("malformed", "unknown_tool", "bad_arguments", "not_run")  # failures of calls that are its own fault
+
+@dataclass(eq=False)
+class AgentData:
+    """An episode as tools that ask for `agent_data` see it: verl's class of this name, with arguments by name.
+
+    Attributes:
+        messages: the conversation so far, the answer with the call included.
+        request_id: of the episode; prompt_ids: its first prompt.
+        assistant_turns, user_turns: answers, and what was said to the policy after them.
+        tool_rewards, turn_scores: one number a call and one a user's turn, so far.
+        extra_fields: kept for the episode; becomes columns of its rows, which rewards may name.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    image_data: Any = None
+    video_data: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+    tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    interaction: Any = None
+    interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+    user_turns: int = 0
+    assistant_turns: int = 0
+    tool_calls: list[Any] = field(default_factory=list)
+    routed_experts: Any = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
 class Toolbox:
@@ -156,112 +173,42 @@ def warn_once(name: str, error: Exception) -> None:
     notice_once(f"the tool {name} raised {type(error).__name__}: {error}{suffix}", topic=(name, line))
 
 
-class User(Protocol):
-    """A simulated user in one conversation."""
+def checked_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call as the schema types them: a number written as text becomes one, and the reverse.
 
-    async def speak(self, messages: list[dict[str, Any]]) -> tuple[bool, str, float]:
-        """Answers the last of `messages`: (whether the conversation ends, text, score)."""
-
-    async def close(self) -> None:
-        """Gives back what the conversation holds."""
-
-
-class ToolEpisodes:
-    """Makes an episode of each row; what tools and simulated users hold is shared by all."""
-
-    def __init__(self, settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        self.settings = settings
-        self.tools = load_tools(settings)
-        path = settings.files().get("environment_factory")
-        self.factory = path and find("source", "factory", f"{KEY}.environment_factory")(path)
-        self.parser = ToolParser.get_tool_parser(settings.format, tokenizer)
-        self.users = load_users(settings)
-
-    def template_kwargs(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Returns the arguments by which prompts describe the tools."""
-        schemas = [tool.tool_schema.model_dump() for tool in self.tools.values()]
-        return tool_kwargs(schemas, self.parser, tokenizer)
-
-    def toolbox(self, row: Row) -> Toolbox:
-        """Returns the tools of a row's episode."""
-        return Toolbox(self.tools, self.parser, self.settings, kwargs_in(row, "tools_kwargs"))
-
-    def __call__(self, row: Row, chat: ChatFormat | None = None, width: int = 0) -> "ToolEpisode":
-        """Returns the episode of a row; raises ValueError if it names no user where there are some."""
-        toolbox = self.toolbox(row)
-        user = self.users and self.users(row, toolbox.data)
-        if self.factory is None:
-            return ToolEpisode(row, toolbox, user)
-        return self.factory(row, toolbox, user, chat, width)
-
-
-class ToolEpisode(Episode):
-    """One conversation about a row.
-
-    What an answer calls is run, and the policy goes on from the results. After an answer without a call, the simulated
-    user speaks; where there is none, the episode is over. At the limits of turns calls are not run any more, and the
-    user still scores the answer, but is not heard.
-
-    Attributes:
-        columns: tool_call_counts; invalid_actions, the calls among them that the policy got wrong; tool_failures, how
-            often each kind of failure; tool_rewards and turn_scores, one number a call and one a user's turn; and what
-            tools keep in agent_data.extra_fields, as extra_NAME where another column has that name; __messages__,
-            the conversation, which a reward may read.
+    Raises:
+        ValueError: one is missing, unknown, of the wrong type or not among the allowed; a sentence for the policy.
     """
+    parameters = schema["function"]["parameters"]
+    known = parameters["properties"]
+    if unknown := [name for name in arguments if name not in known]:
+        raise ValueError(f"there is no argument {unknown[0]!r}; the arguments are {', '.join(known) or 'none'}")
+    if missing := [name for name in parameters["required"] if name not in arguments]:
+        raise ValueError(f"the argument {missing[0]!r} is missing")
+    return {name: _as_typed(name, value, known[name]) for name, value in arguments.items()}
 
-    def __init__(self, row: Row, toolbox: Toolbox, user: User | None = None) -> None:
-        self.row, self.toolbox, self.user = row, toolbox, user
-        self.prompt_ids, self.messages = list(row["raw_prompt_ids"]), as_messages(row["raw_prompt"])
-        self.data, self.counts = toolbox.data, toolbox.counts
-        self.data.messages, self.data.prompt_ids = self.messages, self.prompt_ids
 
-    @property
-    def columns(self) -> dict[str, Any]:
-        return {
-            "tool_call_counts": self.counts["calls"],
-            "invalid_actions": sum(self.counts[kind] for kind in OF_THE_POLICY),
-            "tool_failures": {kind: count for kind, count in self.counts.items() if kind != "calls"},
-            "tool_rewards": list(self.data.tool_rewards),
-            "turn_scores": list(self.data.turn_scores),
-            "success": None,
-            "__messages__": list(self.messages),
-            **beside(self.data.extra_fields, self.row.keys() | RUN_COLUMNS, "extra"),
-        }
+def _as_typed(name: str, value: Any, property_schema: Mapping[str, Any]) -> Any:
+    kinds = types_of(property_schema)
+    if not kinds or (value is None and (property_schema.get("nullable") or "null" in kinds)):
+        return value
+    kinds = sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ())))  # its own type comes first
+    result = next((typed for kind in kinds if (typed := as_type(value, kind)) is not None), None)
+    if result is None:
+        raise ValueError(f"the argument {name!r} must be of type {' or '.join(kinds)}")
+    if "enum" in property_schema and result not in property_schema["enum"]:
+        raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, property_schema['enum']))}")
+    return result
 
-    async def step(self, answer: str) -> Reply:
-        self.data.assistant_turns += 1
-        self.messages.append({"role": "assistant", "content": answer})
-        parsed = self.toolbox.parse(answer)
-        if parsed.calls or parsed.errors:
-            if self.at_limit:
-                return Reply(end_reason="max_turns")
-            reply = await self.toolbox.respond(parsed)
-            return self._reply(reply.messages, reply.reward)
-        return Reply() if self.user is None else await self._talk(self.user)
 
-    @property
-    def at_limit(self) -> bool:
-        """Says whether the policy may not speak again."""
-        settings, data = self.toolbox.settings, self.data
-        limits = (settings.max_assistant_turns, data.assistant_turns), (settings.max_user_turns, data.user_turns)
-        return any(limit and turns >= limit for limit, turns in limits)
-
-    async def close(self) -> None:
-        await self.toolbox.close()
-        if self.user is not None:
-            await self.user.close()
-
-    async def _talk(self, user: User) -> Reply:
-        is_over, text, score = await user.speak(list(self.messages))
-        self.data.turn_scores.append(score)
-        if is_over or self.at_limit:
-            return Reply(reward=score, end_reason="terminated" if is_over else "max_turns")
-        return self._reply([{"role": "user", "content": text}], score)
-
-    def _reply(self, messages: list[dict[str, Any]], reward: float) -> Reply:
-        self.data.user_turns += 1
-        self.messages += messages
-        return Reply(messages=messages, reward=reward, columns=self.columns)
-
-    async def finish(self) -> Reply:
-        return Reply(reward=await self.toolbox.finish(), columns=self.columns)
+def as_type(value: Any, kind: str) -> Any:
+    """Returns `value` as one of a JSON type, read from a text or written as one if need be; None: it cannot be."""
+    if isinstance(value, str) and kind not in ("string", "null"):
+        read = read_json(value)
+        value = read if isinstance(read, JSON_TYPES[kind]) else value
+    elif kind == "string" and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    fits = isinstance(value, JSON_TYPES.get(kind, ())) and (kind == "boolean" or not isinstance(value, bool))
+    return value if fits else None
