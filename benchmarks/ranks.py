@@ -181,7 +181,7 @@ def makes_floats(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 @dataclass
 class Played:
-    """What a rank has done in a step.
+    """Counts what a rank has done in a step.
 
     Attributes:
         held, peak: bytes, before the step and at most in it.

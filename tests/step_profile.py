@@ -23,7 +23,7 @@ PROFILED_STEP = 2
 
 @dataclass(frozen=True)
 class Entered:
-    """What a step enters of ours: how many functions, and (file, first line) → lines and name of each definition."""
+    """Measures what a step enters of ours: the number of functions; by (file, first line), lines and name of each."""
 
     functions: int
     definitions: dict[tuple[str, int], tuple[int, str]]

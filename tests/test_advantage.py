@@ -1,4 +1,4 @@
-"""What the driver computes between rollout and update: the KL in the reward, and the estimator the config names."""
+"""The driver's part between rollout and update: the KL in the reward, and the estimator the config names."""
 
 import math
 from dataclasses import replace

@@ -62,7 +62,7 @@ def made(model: PreTrainedModel, tiny_model: Path, tmp_path: Path) -> Callable[.
 
 
 def state_of_process(model: PreTrainedModel) -> dict[str, Any]:
-    """What a cell of a notebook must find again after training."""
+    """Returns what a cell of a notebook must find again after training."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return {
         "generators": (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()),

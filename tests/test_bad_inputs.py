@@ -1,4 +1,4 @@
-"""What a user sees who got something wrong: the cause, the remedy, and nothing expensive before it could be known."""
+"""A user who got something wrong sees the cause, the remedy, and nothing expensive before it could be known."""
 
 import re
 import shlex

@@ -151,7 +151,7 @@ def participles() -> list[str]:
 
 def question_docstrings() -> list[str]:
     found = []
-    for path in product():
+    for path in tracked(*PRODUCT, "main.py", "conftest.py", "tests", "scripts", "benchmarks", "examples"):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 first_word = (ast.get_docstring(node) or " ").split(maxsplit=1)[:1]

@@ -194,7 +194,7 @@ def test_help_and_printing_import_neither_torch_nor_ray():
 
 
 def chosen(config: Config) -> tuple[str, str, bool]:
-    """What tells the recipes apart: (estimator, policy loss, whether dynamic sampling is on)."""
+    """Returns what tells the recipes apart: (estimator, policy loss, whether dynamic sampling is on)."""
     algorithm = config.algorithm
     return algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode, algorithm.filter_groups.enable
 

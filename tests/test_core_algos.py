@@ -115,7 +115,7 @@ COUNTS = {"dp_size": 3, "batch_num_tokens": 37, "global_batch_size": 11, "loss_s
 
 
 def token_weights(mask, mode, *, dp_size=1, batch_num_tokens=None, global_batch_size=None, loss_scale_factor=None):
-    """What `agg_loss` weighs each token's loss by, token by token; float64 [B, R]."""
+    """Returns what `agg_loss` weighs each token's loss by, token by token; float64 [B, R]."""
     lengths = [sum(row) for row in mask.tolist()]
     tokens = batch_num_tokens or sum(lengths)
     rows = global_batch_size or sum(length > 0 for length in lengths)

@@ -108,7 +108,7 @@ class Batch:
         return replace(batch, mask=batch.mask.gather(1, order), tokens=tokens)
 
     def rows(self):
-        """What the twins see: a `Row` of policy tokens for each row that did not fail."""
+        """Makes what the twins see: a `Row` of policy tokens for each row that did not fail."""
         for i, mask in enumerate(self.mask.bool()):
             if mask.any():
                 others = self.mask[(self.index == self.index[i]) & (np.arange(len(self.mask)) != i)]

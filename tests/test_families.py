@@ -233,8 +233,8 @@ def training_of(model: PreTrainedModel) -> str:
 
 
 def ways_of(name: str, tokenizer: PreTrainedTokenizerBase, kernels: str) -> tuple[str, type[RunningBatch]]:
-    """How a family is trained and generated from; its log-probs are those of eager attention row by row, in training
-    and in generation, alone and together."""
+    """Says how a family is trained and generated from; its log-probs are those of eager attention row by row, in
+    training and in generation, alone and together."""
     batch, eager = ragged_batch(), eager_model(name)
     wanted = log_probs(eager, batch)
     model = scoring_model(as_loaded(eager), ModelConfig(kernels=kernels), torch.device("cpu"), torch.float32, LONGEST)

@@ -257,7 +257,7 @@ def differences(golden: Record, played: Record, tolerance: Callable[[str], float
 
 
 def is_logged(metric: str) -> bool:
-    """Whether this copy has what logs the metric: rollout correction can be deleted (tests/test_extras.py)."""
+    """Says whether this copy has what logs the metric: rollout correction can be deleted (tests/test_extras.py)."""
     return (
         not metric.startswith(("rollout_corr/", "training/rollout_")) or (ROOT / "extras/rollout_correction").is_dir()
     )

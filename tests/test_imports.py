@@ -93,7 +93,7 @@ def commands() -> set[str]:
 
 
 def users_commands() -> set[str]:
-    """Those of ours: an example may need a package of its own, and says so first."""
+    """Returns those of ours: an example may need a package of its own, and says so first."""
     return {name for name in commands() if not {"tests", "examples"} & {*name.split(".")}}
 
 

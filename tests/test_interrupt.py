@@ -62,7 +62,7 @@ def press_ctrl_c(command: list[str], marker: Path, *answers: str, **environment:
 
 
 def lines_of_the_end(stderr: str) -> list[str]:
-    """What was said after the notices of the start."""
+    """Returns what was said after the notices of the start."""
     return [line for line in stderr.splitlines() if line.strip() and not line.startswith("notice: ")]
 
 

@@ -1,4 +1,4 @@
-"""What a run's models take of a GPU, by hand: 16 bytes a weight in training, 4 in a frozen model."""
+"""The memory of a GPU that a run's models take, by hand: 16 bytes a weight in training, 4 in a frozen model."""
 
 from pathlib import Path
 

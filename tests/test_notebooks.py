@@ -46,7 +46,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def said(outputs: list[Any]) -> str:
-    """What a cell has printed."""
+    """Returns what a cell has printed."""
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 

@@ -1,4 +1,4 @@
-"""What people outside get: a wheel that trains from a folder of their own, and tests of every push and pull request."""
+"""People outside get a wheel that trains from a folder of their own, and tests of every push and pull request."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Where paths lead: shipped defaults from every working directory, users' own from theirs, scripts as files."""
+"""Paths lead to shipped defaults from every working directory, to users' own from theirs, to scripts as files."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Where the worker lives changes no number; what fails there is reported here; what is taken is given back."""
+"""A worker's place changes no number; what fails there is reported here; what is taken is given back."""
 
 import json
 import os

@@ -69,7 +69,7 @@ def assert_learnt(steps: list[dict[str, float]], moved: bool) -> None:
 
 
 def is_whole(recipe: str) -> bool:
-    """Whether this copy has the extras that a recipe asks for."""
+    """Says whether this copy has the extras that a recipe asks for."""
     text = (ROOT / f"configs/recipe/{recipe}.yaml").read_text()
     chosen = re.findall(r"(?:adv_estimator|loss_mode): (\w+)", text)
     stage = "use_pf_ppo" not in text or has("stage", "algorithm.use_pf_ppo")

@@ -265,7 +265,7 @@ def test_the_first_failure_ends_all_calls_begun_and_waiting():
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_an_interrupt_ends_an_async_reward_at_once(blocks):
-    """Whether its calls await, and are cancelled, or block, and are left behind."""
+    """Says whether its calls await, and are cancelled, or block, and are left behind."""
     cancelled, ended, release = [], [], threading.Event()
 
     async def compute_score(solution_str):

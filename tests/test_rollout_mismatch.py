@@ -1,4 +1,4 @@
-"""What the engine's log-probs differ by is measured every step, wherever the trainer's come from, and said if large."""
+"""The mismatch of an engine's log-probs is measured every step, wherever the trainer's come from, and told if high."""
 
 import math
 

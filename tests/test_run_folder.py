@@ -25,7 +25,7 @@ TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_e
 
 
 def refusal(capsys: pytest.CaptureFixture, *overrides: str) -> str:
-    """What `python main.py overrides…` says as it refuses."""
+    """Returns what `python main.py overrides…` says as it refuses."""
     with pytest.raises(SystemExit) as stop:
         main.main(["--config-name", "frozenlake", *overrides])
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""How many threads a worker gets: one rule, whose parts are tried with files as a container has them."""
+"""The number of threads that a worker gets: one rule, whose parts are tried with files as a container has them."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What is sent of a batch comes back equal to the bit, in few bytes; its slow twin sends every tensor as it is."""
+"""A batch that is sent comes back equal to the bit, in few bytes; its slow twin sends every tensor as it is."""
 
 import pickle
 

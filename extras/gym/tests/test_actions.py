@@ -1,4 +1,4 @@
-"""How often each action is played, and what it earns, by hand."""
+"""Counts how often each action is played, and what it earns, by hand."""
 
 from types import SimpleNamespace
 

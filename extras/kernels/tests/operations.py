@@ -1,4 +1,4 @@
-"""Which of torch's operations a piece of code runs."""
+"""Lists torch's operations that a piece of code runs."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What holds on a GPU in float32 and bfloat16: `make gpu` runs these there; without one they run on the CPU.
+"""Runs on a GPU in float32 and bfloat16, by `make gpu`; without one, on the CPU.
 
 The packed forward is FlexAttention on a GPU and SDPA on a CPU, so here only a GPU shows anything new; that the tests
 themselves work is shown everywhere.

@@ -1,4 +1,4 @@
-"""What a GPU would refuse, and how often the host would wait for it: all stages on a pretended one (pretended_gpu.py).
+"""Runs all stages on a pretended GPU (pretended_gpu.py): nothing that one refuses, and few waits of the host for it.
 
 `python -m extras.kernels.tests.test_pretended_gpu` prints the syncs of each stage by line.
 """
@@ -38,7 +38,7 @@ KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "k3+")
 
 @dataclass
 class Setting:
-    """How a run computes, and the most syncs of its stages: numbers that may only fall.
+    """Says how a run computes, and the most syncs of its stages: numbers that may only fall.
 
     `update` and `log_probs` are of a pass over three micro-batches, `step` of any step of decoding.
     """

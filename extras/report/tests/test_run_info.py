@@ -30,7 +30,7 @@ def run_in(folder: Path, global_step: int = 0) -> Namespace:
 
 
 def endings(folder: Path) -> list[tuple[str | None, str | None, int]]:
-    """How each start of a run ended, why, and after which step."""
+    """Lists how each start of a run ended, why, and after which step."""
     starts = json.loads((folder / "run.json").read_text())["starts"]
     return [(start["ending"], start["reason"], start["step"]) for start in starts]
 

@@ -197,7 +197,7 @@ def test_a_program_without_an_end_is_wrong_and_only_its_first_case_is_run(code, 
 
 
 def test_all_cases_of_a_response_have_one_budget_below_the_row_s(monkeypatch: pytest.MonkeyPatch):
-    """What was not run in time is not passed: the row is scored."""
+    """A program that was not run in time is not passed: the row is scored."""
     found = []
     monkeypatch.setattr(prime_code, "run_python", lambda *given, seconds, **limits: found.append(seconds) or DONE)
     now = itertools.count(step=10)

@@ -92,7 +92,7 @@ def scorers(file: Path, asynchronous: bool = False, reward_kwargs: dict | None =
 
 
 def outcomes(file: Path, marker: Path) -> dict[str, tuple[str, str]]:
-    """What becomes of each way to be hostile; asserts that a good call comes through after all of them."""
+    """Returns the outcome of each way to be hostile; asserts that a good call comes through after all of them."""
     results = {}
     for stuck, limit in ((False, 600.0), (True, LIMIT)):  # a busy machine must not make one of what ends by itself
         pool = scorers(file, reward_kwargs={"marker": str(marker)}, num_workers=16, timeout=limit)

@@ -445,7 +445,7 @@ def test_a_content_of_parts_is_their_text(client):
 
 
 def spoken(address: str, *sent: bytes) -> bytes:
-    """What the server says to bytes that are sent to it, until it hangs up."""
+    """Reads the server's answer to bytes that are sent to it, until it hangs up."""
     with socket.create_connection(address.removeprefix("http://").split(":")) as connection:
         for part in sent:
             connection.sendall(part)

@@ -367,7 +367,7 @@ def test_programs_end_with_a_worker_that_is_killed(tmp_path: Path):
 
 
 def alive(process: int) -> bool:
-    """Whether it runs: a zombie that nobody waits for does not."""
+    """Says whether it runs: a zombie that nobody waits for does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

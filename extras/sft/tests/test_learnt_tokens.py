@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learnt, written out by hand for four chat templates."""
+"""The tokens of a conversation that are learnt, written out by hand for four chat templates."""
 
 import json
 from pathlib import Path

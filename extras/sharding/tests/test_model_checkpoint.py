@@ -119,7 +119,7 @@ def test_replicas_write_once_in_the_background_what_shards_read(tiny_model, tmp_
 
 
 def refusals(model: Path, folder: Path) -> list[str]:
-    """What each rank says that cannot load what is in `folder`."""
+    """Returns the error of each rank that cannot load what is in `folder`."""
     try:
         make_engine(model).checkpoint.load(folder)
     except ValueError as error:

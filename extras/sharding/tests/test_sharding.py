@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sharding(mesh: str = "sharded", **kept: Any) -> Replicas:
-    """How a run of so many workers spreads a model; in the test's own process it does not. `kept`: of `Sharding`."""
+    """Makes the layout of a run of so many workers; the tests' own process has whole models. `kept`: of `Sharding`."""
     if group_size() == 1:
         compute_together(1)
         return Replicas()
@@ -214,8 +214,8 @@ def test_weights_gathered_in_bfloat16_change_a_gradient_as_rounding_in_products_
 
 
 def gathered(path: Path) -> tuple[list[torch.dtype], bool, bool]:
-    """What a model's weights are gathered in to train and for generation, and where they cannot be multiplied so;
-    whether for generation they are those of the shards, and whether it scores where they could not."""
+    """Returns the types that a model's weights are gathered in to train and for generation, and where they cannot be
+    multiplied so; whether for generation they are those of the shards, and whether it scores where they could not."""
     low, size = torch.bfloat16, CUTS["all rows"]
     module = load_causal_lm(ModelConfig(path=str(path)), dtype=low, parallel=sharding(param_dtype=low))
     shards, seen = [full_tensor(weight) for weight in module.parameters()], []
@@ -239,7 +239,7 @@ def test_weights_are_gathered_in_float32_for_generation_and_where_bfloat16_canno
 
 
 def devices(path: Path) -> list[set[torch.device]]:
-    """Where an offloaded model's shards are, and where the micro-batches are that it is given."""
+    """Returns the devices of an offloaded model's shards, and of the micro-batches that it is given."""
     module = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(offload=True))
     module.computes_on = torch.device("meta")  # as a GPU would be
     [micro] = cut(ragged_batch(), CUTS["all rows"], [], module)
@@ -432,7 +432,7 @@ def test_shards_are_loaded_as_a_whole_model_is(ranks: Ranks, folders: dict[str, 
 
 
 def shares_prompts(path: Path) -> bool:
-    """Whether the packed forward is taken, where one rank alone finds that it scores otherwise."""
+    """Says whether the packed forward is taken, where one rank alone finds that it scores otherwise."""
     scores, packed = Trial.scores, lambda check, *_: check.model.shares_prompts
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 1:
@@ -446,8 +446,8 @@ def test_a_forward_that_one_rank_refuses_is_taken_by_none(ranks: Ranks, model: P
 
 
 def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], list[float]]], Tensor, bool]:
-    """What the hf engine draws for this rank's number of `rows`; log-probs of a batch, before and after the same;
-    whether the model is in shards then."""
+    """Returns what the hf engine draws for this rank's number of `rows`; log-probs of a batch, before and after the
+    same; whether the model is in shards then."""
     model = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding())
     config = RolloutConfig(prompt_length=8, response_length=6)
     before = score(model, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs

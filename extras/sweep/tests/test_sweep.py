@@ -71,7 +71,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def states(output: str) -> dict[str, str]:
-    """How the runs have ended, by the name of their folder."""
+    """Returns the ends of the runs, by the name of their folder."""
     head, *lines = output[output.rindex("\nseed ") :].strip().splitlines()
     rows = [line for line in lines if line[:1].isdigit()]
     return {"seed={},lr={}".format(*row.split()[:2]): row[head.index("state") :] for row in rows}

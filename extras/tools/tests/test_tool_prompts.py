@@ -23,7 +23,7 @@ def calculator(expression: str) -> str:
 
 
 def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What is said of tools to the policy, and to whoever starts the run."""
+    """Returns what prompts say of tools, and prints what whoever starts the run is told."""
     episodes = ToolEpisodes(settings, tokenizer)
     episodes.tell(tokenizer)
     return episodes.template_kwargs(tokenizer)

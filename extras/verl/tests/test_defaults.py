@@ -38,7 +38,7 @@ def parted(key: str) -> tuple[str, str]:
 
 
 def judged(key: str) -> Verdict:
-    """What becomes of verl's default where it is spelt out."""
+    """Judges verl's default where it is spelt out."""
     entry, name = parted(key)
     return judge(name, VERLS.get(origin(key, VERLS.get)), SCHEMAS[entry])
 
@@ -83,7 +83,7 @@ def settings_of_both(entry: str) -> list[str]:
 
 
 def differing(entry: str) -> list[str]:
-    """Those whose default is neither equal nor that of the same other setting; nothing is written in several ways."""
+    """Lists those whose default is neither equal nor that of the same other setting; nothing is written in two ways."""
     nothing, found = (None, [], {}), []
     for key in settings_of_both(entry):
         verls, here = origin(key, VERLS.get), origin(today(key), ours)

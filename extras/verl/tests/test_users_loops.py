@@ -85,7 +85,7 @@ class Looker(load_extern_object(str(FORMS / "38_agent_loop_two_turns.py"), "Look
 
 @function_tool
 def look(text: str) -> str:
-    """How many characters a text has."""
+    """Counts the characters of a text."""
     return f"you said {len(text)} characters"
 
 

@@ -1,4 +1,4 @@
-"""What code written for verl imports: verl's numbers, and agreement with what the project itself uses."""
+"""Names that code written for verl imports: verl's numbers, and agreement with what the project itself uses."""
 
 import importlib
 import math

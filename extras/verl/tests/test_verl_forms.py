@@ -461,7 +461,7 @@ def test_a_data_set_a_generator_or_a_sampler_of_verls_gives_the_rows_that_it_giv
 
 
 def conversation(row: dict, answers: list[str], *keys: str) -> tuple[list[str], list[float], dict, dict]:
-    """What is said after each answer, what it earns, the columns at the end, and the tools."""
+    """Returns the reply to each answer, what it earns, the columns at the end, and the tools."""
     keys = [f"actor_rollout_ref.rollout.multi_turn.{key}" for key in ("enable=True", *keys)]
     config = compose("env.id=null", "env.val_episodes=0", *keys)
     episodes = ToolEpisodes(config.actor_rollout_ref.rollout.multi_turn, TOKENIZER)
