@@ -107,7 +107,7 @@ def users_line_noted() -> Iterator[None]:
     """Adds the file and line of the user's code to an error that came from it; for training."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised again, whatever it is
         location = users_line(error)
         if location and location not in str(error):
             error.add_note(f"raised at {location}")
@@ -119,7 +119,7 @@ def warns_of_close(name: str) -> Iterator[None]:
     """Turns an error of closing `name` into a warning: nothing depends on it any more."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of the user's environment or agent, or of an engine: whatever they raise
         location = users_line(error)
         logger.warning(
             "%s could not be closed: %s: %s%s", name, type(error).__name__, error, f" ({location})" if location else ""

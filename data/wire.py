@@ -55,21 +55,21 @@ def pack_tensor(tensor: Tensor) -> tuple:
         return *facts, column.view(-1).view(torch.uint8).numpy()
     bits = torch.atleast_1d(column.view(INTEGERS[column.itemsize]))
     padding = bits[..., -1].flatten().mode().values.item()
-    is_other = bits.view(-1).numpy() != padding
-    others = bits.view(-1).numpy()[is_other]
-    low, high = others.min(initial=padding), others.max(initial=padding)
+    is_number = bits.view(-1).numpy() != padding
+    numbers = bits.view(-1).numpy()[is_number]
+    low, high = numbers.min(initial=padding), numbers.max(initial=padding)
     holds = (kind for kind in NARROWER if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
-    sent = others[:1] if (others == others[:1]).all() else others
-    return *facts, np.packbits(is_other), sent.astype(next(holds, sent.dtype)), padding
+    sent = numbers[:1] if (numbers == numbers[:1]).all() else numbers
+    return *facts, np.packbits(is_number), sent.astype(next(holds, sent.dtype)), padding
 
 
-def unpack_tensor(name: str, shape: tuple, content: np.ndarray, *others: Any) -> Tensor:
+def unpack_tensor(name: str, shape: tuple, content: np.ndarray, *numbers_and_padding: Any) -> Tensor:
     """Makes a tensor of its own memory: Ray's buffers are shared and read-only."""
     tensor = torch.empty(shape, dtype=getattr(torch, name))
-    if not others:
+    if not numbers_and_padding:
         tensor.view(-1).view(torch.uint8).numpy()[:] = content
         return tensor
-    values, padding = others
-    numbers = tensor.view(INTEGERS[tensor.itemsize]).view(-1).fill_(padding).numpy()
-    numbers[np.unpackbits(content, count=len(numbers)).view(bool)] = values
+    numbers, padding = numbers_and_padding
+    flat = tensor.view(INTEGERS[tensor.itemsize]).view(-1).fill_(padding).numpy()
+    flat[np.unpackbits(content, count=len(flat)).view(bool)] = numbers
     return tensor

@@ -46,7 +46,7 @@ class Log:
             global_step=resume_step,
         )
         self.observers = Observers(self.run)
-        self.observers.others = [one for one in self.observers.others if type(one).__module__ not in OF_EXTRAS]
+        self.observers.observers = [one for one in self.observers.observers if type(one).__module__ not in OF_EXTRAS]
         self.observers.started(resume_step)
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
@@ -197,7 +197,7 @@ def test_an_observer_that_the_disk_fails_ends_and_the_others_go_on(tmp_path, cap
             self.steps.append(step)
 
     track, short, long = start(tmp_path), Counting(1), Counting(9)
-    track.observers.others = [short, long]
+    track.observers.observers = [short, long]
     for step in (1, 2, 3):
         track.log(step, {"x": 1.0})
     assert (short.steps, long.steps, recorded_steps(tmp_path)) == ([1], [1, 2, 3], [1, 2, 3])
@@ -216,7 +216,7 @@ def test_an_observer_that_cannot_close_does_not_keep_the_others_open(tmp_path):
 
     for failing in (0, 1):
         track = start(tmp_path / str(failing))
-        track.observers.others = both = [Closing(OSError("gone") if place == failing else None) for place in (0, 1)]
+        track.observers.observers = both = [Closing(OSError("gone") if place == failing else None) for place in (0, 1)]
         with pytest.raises(OSError, match="gone"), track:
             raise KeyError
         assert all(isinstance(one.error, KeyError) for one in both)

@@ -72,8 +72,8 @@ class Form:
         takes_data = next(iter(kinds), None) == "data"
         self.takes_one_response = not kinds.keys().isdisjoint(("solution_str", "response", "environment"))
         takes_lists = not takes_data and not kinds.keys().isdisjoint(("solution_strs", "responses", "environments"))
-        others = TRL if "completions" in kinds and not takes_data else {}
-        self.columns = ARGUMENTS if self.takes_one_response else LISTS if takes_lists else others
+        columns_of_trl = TRL if "completions" in kinds and not takes_data else {}
+        self.columns = ARGUMENTS if self.takes_one_response else LISTS if takes_lists else columns_of_trl
         if not self.columns and not takes_data:
             names = ["solution_str", "solution_strs", "response", "responses", "completions"]
             near = [match for name in kinds for match in nearest_by_last_part(name, names)]

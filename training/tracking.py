@@ -55,24 +55,24 @@ class Observers(Observer):
     def __init__(self, run: Any) -> None:
         super().__init__(run)
         self.record = Record(run)
-        self.others = [kind(run) for kind in observers_of(run.config)]
+        self.observers = [kind(run) for kind in observers_of(run.config)]
 
     def started(self, step: int) -> None:
-        for observer in (self.record, *self.others):
+        for observer in (self.record, *self.observers):
             observer.started(step)
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         numbers = {name: as_float(name, value) for name, value in metrics.items()}
         self.record.stepped(step, batch, numbers)
-        for observer in [*self.others]:
+        for observer in [*self.observers]:
             try:
                 observer.stepped(step, batch, numbers)
             except OSError as error:  # such as a full disk; the record has the numbers
                 logger.warning("%s ends before step %d: %s", type(observer).__name__, step, error)
-                self.others.remove(observer)
+                self.observers.remove(observer)
 
     def validated(self, step: int, batches: Sequence[DataProto], metrics: Mapping[str, float]) -> None:
-        for observer in self.others:
+        for observer in self.observers:
             observer.validated(step, batches, metrics)
 
     @contextmanager
@@ -86,7 +86,7 @@ class Observers(Observer):
 
     def ended(self, error: BaseException | None) -> None:
         with ExitStack() as stack:
-            for observer in (self.record, *self.others):
+            for observer in (self.record, *self.observers):
                 stack.callback(observer.ended, error)
 
     def __enter__(self) -> Self:

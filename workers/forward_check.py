@@ -102,10 +102,10 @@ def score_equally(models: Sequence[PreTrainedModel], dtype: torch.dtype) -> bool
     device, batch = models[0].device.type, ragged_batch(models[0], SHORTEST)
     with torch.autocast(device, dtype):
         try:
-            first, *others = (trained_log_probs(model, batch) for model in models)
+            first, *rest = (trained_log_probs(model, batch) for model in models)
         except FAILURES:
             return False
-    return all(torch.equal(first, other) for other in others)
+    return all(torch.equal(first, other) for other in rest)
 
 
 def tolerance(scores: Tensor, exact: Tensor) -> float:

@@ -231,8 +231,8 @@ class Rollout:
                 if isinstance(value, bool) or not isinstance(value, kind) or value < low or value > high:
                     raise ValueError(f"{name} returned the {label} {value!r} for request {request.id}: {rule}.")
         if not math.isfinite(sum(done.log_probs)):
-            place = [math.isfinite(value) for value in done.log_probs].index(False) + 1
-            raise divergence(self.weight_version, f"request {request.id}, token {place} of its response")
+            position = [math.isfinite(value) for value in done.log_probs].index(False) + 1
+            raise divergence(self.weight_version, f"request {request.id}, token {position} of its response")
         return done
 
     @contextmanager

@@ -167,7 +167,7 @@ class TextEnv:
         def play() -> None:
             try:
                 worst.set_result(self._play_walks())
-            except Exception as error:
+            except Exception as error:  # raised by `result` in the thread that waits
                 worst.set_exception(error)
 
         self._tried, previous = 0, -1

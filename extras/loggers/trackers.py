@@ -46,7 +46,7 @@ class TensorBoard(Observer):
         try:
             tracker = self.make(step, known)
             tracker.start()
-        except Exception as error:
+        except Exception as error:  # each service has errors of its own
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             again = f" Without {path} it is a new run there." if known else ""
             raise ConfigError(f"trainer.logger has {self.package!r}, which does not start: {reason}.{again}") from error

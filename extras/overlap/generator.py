@@ -111,7 +111,7 @@ class ReloadingEngine(AsyncEngine):
         engine.forget({request.episode for request in self.in_engine.values()} | self.between_turns)
         try:
             done.set_result(load())
-        except BaseException as error:
+        except BaseException as error:  # raised here, and where the load is waited for
             done.set_exception(error)
             raise
         for number, request in self.in_engine.items():

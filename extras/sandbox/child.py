@@ -119,7 +119,7 @@ def run_sources(descriptor: int, lengths: list[int]) -> None:
             sys.exit(COMPILE_ERROR)
         try:
             exec(code, module.__dict__)
-        except Exception as error:
+        except Exception as error:  # whatever the policy's program raises is its output
             traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
             sys.exit(1)
 

@@ -113,7 +113,7 @@ class Toolbox:
             name, instance = self.instances.popitem()
             try:
                 await self._call(name, "release", instance, **self._kwargs(name, "release"))
-            except Exception as error:
+            except Exception as error:  # of the user's tool, whatever it is
                 warn_once(name, error)
 
     async def _answer(self, call: ToolCall) -> tuple[str, float, str | None]:

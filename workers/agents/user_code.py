@@ -142,7 +142,7 @@ async def in_users_loop(
 async def contain(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await coroutine
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too, which would end the event loop
         if asyncio.current_task().cancelling():
             raise
         raise as_failure(error)  # noqa: B904  (it is the error itself, or has it as its cause)

@@ -86,7 +86,7 @@ def test_services_get_the_run_its_config_and_its_metrics(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(tracking, kind, Service)
     with pytest.raises(KeyError), start(tmp_path, name) as track:
-        [observer] = track.observers.others
+        [observer] = track.observers.observers
         track.log(3, {"x@1": 1.5})
         raise KeyError
     service = observer.tracker
@@ -101,7 +101,7 @@ def test_services_get_the_run_its_config_and_its_metrics(tmp_path, monkeypatch, 
     endings["swanlab"] = ("finish", {"state": "crashed", "error": "KeyError"})
     assert [*service.told, *package.told][-1] == endings.get(name, ("finish", {}))
     with start(tmp_path, name, resume_step=3) as track:
-        service = track.observers.others[0].tracker
+        service = track.observers.observers[0].tracker
         track.log(4, {"x": 1.0})
         track.log(5, {"x": 2.0})
     steps = [told[2] for told in service.told if told[0] == "log"]
