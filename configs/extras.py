@@ -163,7 +163,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
     "restarts": ("trainer.max_restarts",),
     "best": ("trainer.save_best", "trainer.early_stop"),
-    "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch"),
+    "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch", "trainer.log_val_generations"),
     "gym": ("env.processes",),
     "interactions": ("multi_turn.interaction_config_path",),
     "lora": ("model.lora_", "model.target_modules", "model.exclude_modules", "rollout.load_lora"),

@@ -585,7 +585,6 @@ class TrainerConfig(
         steps=(LAST,),
     )
     critic_warmup: int = setting(0, "The policy learns from this step on; before it, only the critic.", ge=0)
-    log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
     max_skipped_updates: int = setting(3, "End the run after this many non-finite updates in a row.", ge=1)
 
 

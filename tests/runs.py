@@ -40,7 +40,6 @@ def short_run(model: Path, folder: Path, *more: str) -> list[str]:
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
         "trainer.logger=[]",
-        "trainer.log_val_generations=0",
         *more,
     ]
 

@@ -69,7 +69,6 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
 def validate(env_id: str, answer: Any, **settings: Any) -> dict[str, float]:
     config = compose(
         "data.max_prompt_length=64", f"env.val_seed={SEEDS.start}", f"env.val_episodes={len(SEEDS)}",
-        "trainer.log_val_generations=0",
     )  # fmt: skip
     environment = make_env(env_id, **settings)
     dataset = CustomEnvDataset(environment, TOKENIZER, config.data, size=4)

@@ -117,7 +117,7 @@ class Sharper(Rollout):
 }
 
 ALL = """trainer.total_training_steps=3 trainer.test_freq=3 trainer.save_freq=-1 trainer.logger=[]
-    trainer.log_val_generations=0 trainer.n_gpus_per_node=0 actor_rollout_ref.actor.optim.lr=1e-3
+    trainer.n_gpus_per_node=0 actor_rollout_ref.actor.optim.lr=1e-3
     actor_rollout_ref.actor.optim.lr_warmup_steps=0 actor_rollout_ref.actor.calculate_entropy=true
     actor_rollout_ref.actor.entropy_coeff=0.1"""  # or GRPO's gradients cancel, and AdamW makes steps of their rounding
 ROWS = """actor_rollout_ref.model.path=FILES/sums data.train_files=FILES/sums.jsonl data.val_files=FILES/sums.jsonl

@@ -26,7 +26,7 @@ class MyRows(CustomEnvDataset):
 """
 RUN = (
     *("--config-name", "frozenlake", "data.custom_cls.path=my_rows.py"),
-    *("data.custom_cls.name=MyRows", "trainer.log_val_generations=0"),
+    *("data.custom_cls.name=MyRows",),
     *("data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "env.train_size=10", "env.val_episodes=2"),
     *("env.max_turns=3", "trainer.total_training_steps=1"),
 )

@@ -62,7 +62,7 @@ def test_the_command_leaves_figures_of_three_models(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(reasoning, name, few)
     reward = f"reward.custom_reward_function.path={shell_game.__file__}"
     run = "data.max_response_length=8 data.train_batch_size=2 actor_rollout_ref.rollout.n=2"
-    steps = "trainer.total_training_steps=1 trainer.test_freq=1 trainer.logger=[] trainer.log_val_generations=0"
+    steps = "trainer.total_training_steps=1 trainer.test_freq=1 trainer.logger=[]"
     monkeypatch.setattr(sys, "argv", ["reasoning", "--seed", "3", *run.split(), *steps.split(), reward])
     reasoning.main()
     summary = json.loads((tmp_path / "outputs/reasoning/summary.json").read_text())

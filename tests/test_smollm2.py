@@ -43,7 +43,7 @@ def test_every_task_has_a_config_that_reads_its_rows_and_leaves_a_run_by_hand_al
 def short(model: Path) -> list[str]:
     sizes = "data.train_batch_size=2 data.max_prompt_length=128 data.max_response_length=4"
     steps = "trainer.total_training_steps=2 trainer.test_freq=1 trainer.save_freq=-1 trainer.logger=[]"
-    rest = f"actor_rollout_ref.model.path={model} actor_rollout_ref.rollout.n=2 trainer.log_val_generations=0"
+    rest = f"actor_rollout_ref.model.path={model} actor_rollout_ref.rollout.n=2"
     return [*sizes.split(), *steps.split(), *rest.split()]
 
 

@@ -23,7 +23,6 @@ from tests.engines import Playing, trainer_on
 from tests.runs import compose
 from training.environment import EnvSetup
 from training.episode_rows import EpisodeRows
-from training.messages import spread
 from training.ray_trainer import RayPPOTrainer
 from training.reward import load_reward_manager
 
@@ -100,7 +99,7 @@ def test_several_answers_a_row_are_compared_within_the_row_and_averaged_within_t
     right = {"1+1=": (0,), "2+3=": (0, 1, 3), "2*3=": ()}
     truth = {"1+1=": "2", "2+3=": "5", "2*3=": "6"}
     rollout = Scripted(lambda text, times: truth[text] if times in right[text] else "9")
-    metrics, _ = on_rows(tmp_path, rollout, "trainer.log_val_generations=0").measure()
+    metrics, _ = on_rows(tmp_path, rollout).measure()
     assert metrics["val-core/sums/reward/mean@4"] == (0.25 + 0.75) / 2
     assert metrics["val-core/products/reward/mean@4"] == 0.0 == metrics["val-core/products/reward/best@4/mean"]
     # best of 4 draws with replacement: 1 - (3/4)^4 and 1 - (1/4)^4
@@ -113,7 +112,7 @@ def test_several_answers_a_row_are_compared_within_the_row_and_averaged_within_t
 def test_a_prompt_with_an_answer_that_could_not_be_scored_counts_with_the_others(tmp_path):
     rollout = Scripted(lambda text, times: "?" if (text, times) == ("2+3=", 1) else "2" if text == "1+1=" else "9")
     strict = REWARD.replace("assert", "assert solution_str != '?' and")
-    metrics, [batch] = on_rows(tmp_path, rollout, "trainer.log_val_generations=0", reward=strict).measure()
+    metrics, [batch] = on_rows(tmp_path, rollout, reward=strict).measure()
     assert [*batch.end_reason].count("reward_error") == 1
     assert metrics["val-core/sums/reward/mean@4"] == 0.5
     assert not any("@3" in name for name in metrics)
@@ -165,9 +164,7 @@ def optimal_answers() -> dict[str, str]:
 
 def test_an_optimal_player_wins_every_episode(tmp_path):
     answers = optimal_answers()
-    metrics, [batch] = on_episodes(
-        tmp_path, lambda text, times: answers[text], "trainer.log_val_generations=0"
-    ).measure()
+    metrics, [batch] = on_episodes(tmp_path, lambda text, times: answers[text]).measure()
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 1.0
     assert metrics["val-aux/FrozenLake-v1/return/mean@1"] == 1.0
     assert metrics["val-aux/num_turns/min"] >= 6  # from corner to corner
@@ -177,27 +174,10 @@ def test_an_optimal_player_wins_every_episode(tmp_path):
 
 def test_a_player_who_never_moves_runs_out_of_turns(tmp_path):
     stays = lambda text, times: "L"  # noqa: E731  (from the corner, it stays where it is)
-    metrics, [batch] = on_episodes(tmp_path, stays, "trainer.log_val_generations=0").measure()
+    metrics, [batch] = on_episodes(tmp_path, stays).measure()
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 0.0
     assert metrics["val-aux/num_turns/min"] == metrics["val-aux/num_turns/max"] == 12
     assert [*batch.end_reason[EpisodeRows(batch).last_row]] == ["max_turns"] * 6 and len(batch) == 6 * 12
-
-
-def test_some_answers_are_printed_without_their_middle(tmp_path, capsys):
-    on_episodes(tmp_path, lambda text, times: "L", "trainer.log_val_generations=2").measure()
-    printed = capsys.readouterr().out
-    assert "validation at step 1 · 1 of 2" in printed and "2 of 2" in printed and printed.count("more lines") == 2
-    assert "score 0.00, end_reason max_turns" in printed and "P" in printed
-    on_rows(tmp_path, Scripted(lambda text, times: "[bold]2"), "trainer.log_val_generations=1").measure()
-    printed = capsys.readouterr().out
-    assert "1+1=[bold]2" in printed and "pred [bold]2" in printed and "1 of 1" in printed
-
-
-def test_shown_samples_span_from_best_to_worst():
-    scores = (0.0, 3.0, 1.0, 4.0, 2.0)
-    assert [scores[place] for place in spread(scores, 3)] == [4.0, 2.0, 0.0]
-    assert [scores[place] for place in spread(scores, 9)] == [4.0, 3.0, 2.0, 1.0, 0.0]
-    assert [*spread([], 2)] == []
 
 
 class Unmeasured(CustomEnvDataset):
@@ -208,6 +188,5 @@ class Unmeasured(CustomEnvDataset):
 
 
 def test_episodes_of_which_none_can_be_shown_are_refused(tmp_path):
-    overrides = ["trainer.log_val_generations=2", "data.max_prompt_length=8"]
     with pytest.raises(ValueError, match=r"none of 6 validation episodes can be shown.*max_prompt_length\. Raise it"):
-        on_episodes(tmp_path, lambda text, times: "L", *overrides, dataset_class=Unmeasured).measure()
+        on_episodes(tmp_path, lambda text, times: "L", "data.max_prompt_length=8", dataset_class=Unmeasured).measure()

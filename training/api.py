@@ -97,7 +97,7 @@ class Trainer:
         """Answers prompts, texts or messages, by the newest checkpoint; settings under rollout.val_kwargs say how."""
         answers: list[str] = []
         rows = write_rows(prompts, self.folder / "prompts.jsonl")
-        settings = {**NEWEST, "trainer.log_val_generations": 0, "env.id": None, "env.mode": "step"}
+        settings = {**NEWEST, "env.id": None, "env.mode": "step"}
         settings |= {"data.train_files": None, "data.val_files": rows, "data.filter_overlong_prompts": False}
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             self._run(lambda responses: answers.extend(responses) or [0.0] * len(responses), settings)

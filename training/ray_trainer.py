@@ -22,7 +22,7 @@ from training.collection import groups_by_signal, update_sampler
 from training.environment import EnvSetup, assign_agents, episode_prompts, episode_seeds
 from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
 from training.losses import get_kl_controller
-from training.messages import print_samples, spread, validation_summary
+from training.messages import validation_summary
 from training.metric_utils import (
     compute_step_metrics,
     flatten_validation_metrics,
@@ -282,13 +282,10 @@ class RayPPOTrainer(Run):
         return self.validation
 
     def measure(self) -> tuple[Metrics, list[DataProto]]:
-        """Computes metrics of the present policy, under verl's names, and returns its answers; prints a few."""
+        """Computes metrics of the present policy, under verl's names, and returns its answers."""
         validations = [self.measure_rows()] if self.val_loader is not None else []
         if self.game is not None and self.config.env.val_episodes:
             validations.append(self.measure_episodes())
-        for _, batch in validations:
-            shown = spread(EpisodeRows(batch).scores().tolist(), self.config.trainer.log_val_generations)
-            print_samples(f"validation at step {self.global_step}", batch, self.tokenizer, shown)
         metrics = {name: value for values, _ in validations for name, value in values.items()}
         return metrics, [batch for _, batch in validations]
 

@@ -1,11 +1,11 @@
 """Warns once a run goes wrong: steps in a row that teach nothing, an engine that samples from other probabilities.
 
-The start says if the episodes of a validation may be long.
+The start says if the episodes of a validation may be long; a validation prints some of its samples.
 """
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +16,7 @@ from configs.schema import Config
 from data.protocol import DataProto
 from data.types import Observer
 from extras.watch.settings import Settings
-from training.episode_rows import EpisodeRows
-from training.messages import print_samples, spread
+from extras.watch.shown_samples import print_samples
 
 MEAN_MISMATCH, MAX_MISMATCH_RATIO = "rollout_mismatch/abs_log_prob_diff", "rollout_mismatch/max_ratio"
 FAR = 10  # times as likely to one as to the other: such a token is a mistake, and no matter of precision
@@ -49,6 +48,12 @@ class Watch(Observer):
         if batch is not None:
             for alarm in self.alarms:
                 alarm.check(metrics, batch)
+
+    def validated(self, step: int, batches: Sequence[DataProto], metrics: Mapping[str, float]) -> None:
+        if self.alarms:
+            for batch in batches:
+                shown = self.run.config.trainer.log_val_generations
+                print_samples(f"validation at step {step}", batch, self.run.tokenizer, shown)
 
 
 def say_length(config: Config, environment: Any) -> None:
@@ -128,8 +133,7 @@ class NoSignal:
             again = f", for the {self.times}th time" if self.times > 1 else ""
             cause = likeliest_cause(metrics, self.entropy_coeff)
             logger.warning("%d steps in a row taught nothing%s (trainer.no_signal_steps): %s", self.limit, again, cause)
-            shown = spread(EpisodeRows(batch).scores().tolist(), SHOWN)
-            print_samples("of a step that taught nothing", batch, self.tokenizer, shown)
+            print_samples("of a step that taught nothing", batch, self.tokenizer, SHOWN)
 
 
 def teaches_nothing(metrics: Mapping[str, float]) -> bool:

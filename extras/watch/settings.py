@@ -1,4 +1,4 @@
-"""Settings of the alarms."""
+"""Settings of the alarms, and of the samples that are printed."""
 
 from dataclasses import dataclass
 
@@ -15,3 +15,4 @@ class Settings(Frozen):
         "Say so when rollout_mismatch/abs_log_prob_diff (engine against policy, nats a token) is above; null: never.",
         gt=0,
     )
+    log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)

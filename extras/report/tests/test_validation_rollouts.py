@@ -19,7 +19,7 @@ def rollouts(validator: RayPPOTrainer, step: int = 0) -> list[dict[str, Any]]:
 
 
 def test_answers_to_rows_are_dumped_with_all_that_the_reward_said(tmp_path):
-    rows = rollouts(on_rows(tmp_path, Scripted(lambda text, times: "2"), "trainer.log_val_generations=0"), 3)
+    rows = rollouts(on_rows(tmp_path, Scripted(lambda text, times: "2")), 3)
     assert len(rows) == 12
     assert rows[0].items() >= {
         "step": 3, "input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "end_reason": "terminated", "pred": "2",
@@ -31,7 +31,7 @@ def test_episodes_show_the_users_prompt_and_read_answers_by_the_users_parser(tmp
     compass = dict(zip("LDRU", "WSEN", strict=True))
     answers = {f"Be quick.? {text}": compass[answer] for text, answer in optimal_answers().items()}
     parts = {"dataset_class": AskingDataset, "manager_class": CompassManager}
-    overrides = ["trainer.log_val_generations=0", "data.max_prompt_length=40"]
+    overrides = ["data.max_prompt_length=40"]
     episodes = rollouts(on_episodes(tmp_path, lambda text, times: answers[text], *overrides, **parts))
     assert all(episode["score"] == 1.0 for episode in episodes)
     assert all(turn["prompt"].startswith("Be quick.? ") for turn in episodes[0]["turns"])
@@ -56,7 +56,7 @@ def lengths_of_prompts(folder: Path, *overrides: str) -> list[tuple[list[int], s
     text = {"observation_to_text": growing_text}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ENVIRONMENTS, "FrozenLake-v1", {**ENVIRONMENTS["FrozenLake-v1"], **text})
-        settings = ("trainer.log_val_generations=0", "env.val_episodes=1", "data.max_prompt_length=17")
+        settings = ("env.val_episodes=1", "data.max_prompt_length=17")
         right_or_down = lambda text, times: "R" if times % 2 else "D"  # noqa: E731
         [episode] = rollouts(on_episodes(folder, right_or_down, *settings, *overrides, dataset_class=Unmeasured))
     return [len(turn["prompt"]) for turn in episode["turns"]], episode["end_reason"]
