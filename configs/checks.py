@@ -158,7 +158,7 @@ def check_rewards(config: Config) -> None:
     n, source, manager = config.actor_rollout_ref.rollout.n, config.reward.source(), config.reward.reward_manager
     if config.algorithm.filter_groups.enable and n < 2:
         raise ConfigError(f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={n}: one sample cannot differ.")
-    if manager != type(manager)() and ((config.env.id and source) or config.reward.functions):
+    if manager != type(manager)() and source and (config.env.id or config.reward.scorer != "functions"):
         raise ConfigError(
             f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers, "
             f"and {source} scores them: take one of the two back."

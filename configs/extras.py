@@ -188,6 +188,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
         *("actor.tau_", "actor.gvpo_beta", "actor.dpo_beta", "algorithm.gdpo_reward_", "trainer.spo"),
     ),
     "replay": ("trainer.save_rollouts", "trainer.replay_rollouts"),
+    "weighted": ("reward.functions",),
     "tools": (
         *(f"multi_turn.{name}" for name in ("tool_config_path", "function_tool_path", "environment_factory")),
         *("multi_turn.max_assistant_turns", "multi_turn.max_user_turns", "multi_turn.max_parallel_calls"),

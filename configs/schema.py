@@ -412,18 +412,10 @@ class RewardKwargsConfig(Frozen):
 
 
 @dataclass
-class WeightedFunctionConfig(RewardFunctionConfig):
-    name: str = setting("compute_score", "Function in that file; the part of the score is logged as reward/NAME/….")
-    weight: float = setting(1.0, "Weight of the function's result in the score.")
-    data_sources: list[str] = setting([], "Data sources whose rows it scores; []: all.")
-
-
-@dataclass
 class FunctionsConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     max_concurrent: int = setting(64, "Calls of an async reward function at once; others wait.", ge=1)
     timeout: float | None = setting(60.0, "Seconds to score a response, then its process is killed; null: any.", gt=0)
-    functions: list[WeightedFunctionConfig] = setting([], "Several functions, {path, name, weight, …}: a weighted sum.")
     on_failure: str = setting(
         "mask",
         "A response without a score is not learnt from, or gets failure_score.",
@@ -445,31 +437,16 @@ class FunctionsConfig(Frozen):
     @property
     def scorer(self) -> str:
         """Names the reward that scores where there is neither a manager nor an environment."""
-        if self.functions:
-            return "weighted"
         return "functions" if self.custom_reward_function.path else self.fallback
 
     def source(self) -> str | None:
         """Returns the setting that names reward functions, with its value; None if nothing names one."""
-        if self.functions:
-            return f"reward.functions=[{', '.join(entry.name for entry in self.functions)}]"
         path = self.custom_reward_function.path
         return f"reward.custom_reward_function.path={path}" if path else None
 
-    def check(self, config: Any, key: str) -> None:
-        super().check(config, key)
-        path = self.custom_reward_function.path
-        if self.functions and path:
-            raise ConfigError(f"{self.source()} and reward.custom_reward_function.path={path}: set one of the two.")
-        for index, entry in enumerate(self.functions):
-            if not entry.path:
-                raise ConfigError(
-                    f"reward.functions[{index}] ({entry.name}) has no path: name the file of the function."
-                )
-
 
 @dataclass
-class ScoringConfig(section("sandbox"), section("scorers"), FunctionsConfig):
+class ScoringConfig(section("sandbox"), section("scorers"), section("weighted"), FunctionsConfig):
     pass
 
 

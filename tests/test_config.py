@@ -424,11 +424,6 @@ REFUSED_ALGORITHMS = [
             ["reward.reward_manager.path=mine.py", "reward.custom_reward_function.path=score.py"],
             "path: mine.py, .*and reward.custom_reward_function.path=score.py scores them: take one of the two back",
         ),
-        (
-            ["reward.custom_reward_function.path=a.py", "reward.functions=[{path: b.py, name: f}]"],
-            r"reward.functions=\[f\] and reward.custom_reward_function.path=a.py: set one of the two",
-        ),
-        (["reward.functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
         (["trainer.default_local_dir=Makefile/run"], r"cannot be written to \(Not a directory\): name another folder"),
         (["trainer.default_local_dir=/proc/run"], "cannot be written to .*: name another folder"),
         (["trainer.default_local_dir=s3://bucket/run"], r"s3://bucket/run: files are written to a disk\. Mount it"),
@@ -509,17 +504,6 @@ def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatc
     said = capsys.readouterr()
     assert f"data.train_batch_size=1024, the default, is above the {rows} rows of an epoch" in said.err
     assert f"\n{rows} prompt" in said.out
-
-
-def test_entries_of_reward_functions_are_checked_as_settings_are():
-    [entry] = compose(
-        "env.id=null", "data.train_files=Makefile", "reward.functions=[{path: a.py, weight: 0.5}]"
-    ).reward.functions
-    assert (entry.path, entry.name, entry.weight, entry.reward_kwargs) == ("a.py", "compute_score", 0.5, {})
-    with pytest.raises(ConfigError, match=r"reward\.functions.*wight"):
-        compose("reward.functions=[{path: a.py, wight: 0.5}]")
-    with pytest.raises(ConfigError, match=r"reward\.functions.*heavy"):
-        compose("reward.functions=[{path: a.py, weight: heavy}]")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import RewardConfig, WeightedFunctionConfig
+from configs.checks import check_config
+from configs.errors import ConfigError
+from configs.schema import RewardConfig
+from extras.weighted.settings import WeightedFunctionConfig
 from tests import test_reward
+from tests.runs import compose
 from tests.test_reward import TOKENIZER, rollout
 from training.reward import add_scores, load_reward_manager, reward_metrics
 
@@ -99,3 +103,30 @@ def test_of_several_functions_one_scores_the_rows_of_its_data_sources(tmp_path):
     batch = add_scores(batch, load_reward_manager(config, TOKENIZER, None), TOKENIZER, config)
     assert batch.token_level_scores.sum(1).tolist() == [1.0, 1.5, 0.0]
     assert batch.short.tolist() == [None, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["reward.custom_reward_function.path=a.py", "reward.functions=[{path: b.py, name: f}]"],
+            r"reward.functions=\[f\] and reward.custom_reward_function.path=a.py: set one of the two",
+        ),
+        (["reward.functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
+        (
+            ["reward.functions=[{path: b.py}]", "reward.reward_manager.path=mine.py"],
+            r"mine.py.* scores answers, and reward.functions=\[compute_score\] scores them",
+        ),
+        (["reward.functions=[{path: a.py, wight: 0.5}]"], r"reward\.functions.*wight"),
+        (["reward.functions=[{path: a.py, weight: heavy}]"], r"reward\.functions.*heavy"),
+    ],
+)
+def test_functions_without_a_file_or_beside_another_reward_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(compose(*overrides))
+
+
+def test_an_entry_has_defaults_as_settings_have():
+    config = compose("env.id=null", "data.train_files=Makefile", "reward.functions=[{path: a.py, weight: 0.5}]")
+    [entry] = config.reward.functions
+    assert (entry.path, entry.name, entry.weight, entry.reward_kwargs) == ("a.py", "compute_score", 0.5, {})
