@@ -188,6 +188,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
         *("actor.tau_", "actor.gvpo_beta", "actor.dpo_beta", "algorithm.gdpo_reward_", "trainer.spo"),
     ),
     "replay": ("trainer.save_rollouts", "trainer.replay_rollouts"),
+    "verl": ("agent.agent_loop_config_path", "agent.trust_logprobs"),
     "weighted": ("reward.functions",),
     "tools": (
         *(f"multi_turn.{name}" for name in ("tool_config_path", "function_tool_path", "environment_factory")),

@@ -288,15 +288,9 @@ class NoProgram(Frozen):
 
 
 @dataclass
-class AgentConfig(section("sessions"), NoProgram):
+class AgentConfig(section("sessions"), section("verl"), NoProgram):
     default_agent_loop: str | None = setting(
         None, "Who plays rows without agent_name: a registered name, or file.py:Class; null: tool_agent or single."
-    )
-    agent_loop_config_path: str | None = setting(
-        None, "Yaml or json of verl's agents (name, _target_, …), or file.py:function of classes by name."
-    )
-    trust_logprobs: bool = setting(
-        True, "Take the response_logprobs of an agent loop as they are; false: they must be the engine's."
     )
 
 
