@@ -84,7 +84,7 @@ ENGINES = (
         "test_overlap.py",
         "test_fully_async.py",
         "test_restarted.py",
-        "test_api.py::test_two_calls",
+        "test_trainer.py::test_two_calls",
         "test_extras.py::test_the_core_alone_trains_on_ray",
         "test_packaging.py",
     ),

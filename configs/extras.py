@@ -85,6 +85,9 @@ TABLE: dict[str, dict[str, str]] = {
         "trainer.save_rollouts": "extras.replay.replay:saving",
         "trainer.replay_rollouts": "extras.replay.replay:replaying",
     },
+    "python": {  # names of training/api.py
+        name: f"extras.python.trainer:{name}" for name in ("Trainer", "GRPOTrainer", "PPOTrainer", "TrainingConfig")
+    },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {
         "conversations": "extras.tools.conversations:ToolEpisodes",

@@ -3,14 +3,12 @@
 Below: what a schema and a config hold, by dotted keys, how a config is written down without secrets, and the hook that
 translates keys of other projects."""
 
-import json
 import re
 from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import FrozenInstanceError, asdict, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import isnan
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,21 +16,11 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from configs.errors import ConfigError, did_you_mean, first_line
 
-ACTOR = "actor_rollout_ref.actor"
 EACH_EPOCH, LAST = "after_each_epoch", "last"  # for a number of steps
 SECRET, MASK = re.compile(r"(?i)(key|token|password|secret)$"), "***"
 SECRET_IN_DICT = re.compile(r"""(?i)((?:key|token|password|secret)["']?\s*:\s*)("[^"]*"|'[^']*'|[^\s,}\]]+)""")
 PASSWORD_IN_URL = re.compile(r"(://[^/@\s:$]*:)[^/@\s$]+(?=@)")
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\w+\}")
-SHORT = {  # names of settings in Python
-    "total_epochs": "trainer.total_epochs",
-    "batch_size": "data.train_batch_size",
-    "learning_rate": f"{ACTOR}.optim.lr",
-    "ppo_epochs": f"{ACTOR}.ppo_epochs",
-    "clip_range": f"{ACTOR}.clip_ratio",
-    "kl_coef": f"{ACTOR}.kl_loss_coef",
-}
-
 unresolved: dict[str, tuple[Any, Any]] = {}  # by dotted key: what names variables of the environment, and its value
 
 
@@ -254,24 +242,6 @@ def is_secret(key: str, schema: type) -> bool:
     return bool(SECRET.search(key)) and (key not in keys_of(schema) or key.endswith("api_key"))
 
 
-def as_override(key: str, value: Any) -> str:
-    """Writes a setting as an override, key=value, in Hydra's grammar."""
-    try:
-        return f"{key}={in_hydras_grammar(value)}"
-    except TypeError as error:
-        raise ConfigError(f"{key}={value!r}: a setting is a text, a number, a list or a dict.", key) from error
-
-
-def in_hydras_grammar(value: Any) -> str:
-    if isinstance(value, str | Path):
-        return "'" + str(value).replace("'", r"\'") + "'"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(in_hydras_grammar, value))}]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{in_hydras_grammar(item)}" for name, item in value.items()) + "}"
-    return json.dumps(value)
-
-
 RULES = {
     "choices": (lambda value, choices: value in choices, "must be one of {}"),
     "ge": (lambda value, bound: value >= bound, "must be at least {}"),
@@ -327,16 +297,6 @@ def lay_over(schema: type, values: Mapping[str, Any], config: Any, key: str) -> 
     check_rules(section, f"{key}.")
     check_sections(section, config, key)
     return section
-
-
-class TrainingConfig(dict):
-    """Holds settings by their path, and some by a name in `SHORT`: TrainingConfig({"trainer.seed": 1}, kl_coef=0.1)."""
-
-    def __init__(self, settings: Mapping[str, Any] | None = None, **short: Any) -> None:
-        for name, value in {**(settings or {}), **short}.items():
-            self[SHORT.get(name, name)] = value
-            if name == "kl_coef":
-                self.setdefault(f"{ACTOR}.use_kl_loss", value > 0)
 
 
 class Keys:

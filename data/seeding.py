@@ -70,14 +70,3 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextmanager
-def process_as_before() -> Iterator[None]:
-    """Gives back the generators and the number of threads that the body changes: a notebook goes on with its own."""
-    state, threads = rng_state(), torch.get_num_threads()
-    try:
-        yield
-    finally:
-        set_rng_state(state)
-        torch.set_num_threads(threads)

@@ -1,16 +1,12 @@
-"""Holds rows as verl's data sets read them, in place of `datasets.Dataset`, as that package is optional; writes any."""
+"""Holds rows as verl's data sets read them, in place of `datasets.Dataset`, as that package is optional."""
 
-import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
 
-from data.files import dump_jsonl
 from data.rows import Origin, standard_names
 from data.types import Row
 
@@ -135,30 +131,3 @@ class Table:
                 "one, or make a datasets.Dataset of them (datasets.Dataset.from_list(self.dataframe.to_list()))."
             )
         return options.get("fn_kwargs") or {}
-
-
-def write_rows(rows: Any, path: Path) -> str:
-    """Writes rows as JSON lines, and returns the path; rows that are the path of a file stay where they are.
-
-    Raises:
-        ValueError: they are no rows, or one holds what is not JSON; names row and column.
-    """
-    if isinstance(rows, str | Path):
-        return str(rows)
-    if isinstance(rows, DataLoader):
-        rows = rows.dataset
-    if isinstance(rows, Sequence | Dataset):
-        rows = [rows[index] for index in range(len(rows))]
-        rows = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
-    if not isinstance(rows, Iterable):
-        raise ValueError(f"rows={rows!r}: give a list, a data frame, a data set, a DataLoader, or the path of a file.")
-    table = Table.of(rows, "rows").rows
-    for number, row in enumerate(table):
-        for column, value in row.items():
-            try:
-                json.dumps(value, default=lambda item: item.tolist())  # of tensors, arrays and numpy's numbers
-            except (TypeError, ValueError, AttributeError) as error:
-                rule = "rows are kept as JSON: texts, numbers, lists and dicts"
-                raise ValueError(f"rows[{number}][{column!r}] is {value!r}; {rule}.") from error
-    dump_jsonl(path, table)
-    return str(path)

@@ -36,7 +36,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "workers/forward_check.py": "no kernel, but log-probs need it: a rope that is the same in every batch",
         "extras/sharding/fsdp2.py": "no kernel, but gradients need it: embeddings return float32, as it is added up",
     },
-    "layers": {"training/api.py": "a face of main.py, which nothing below imports"},
+    "layers": {},
     "size": {
         "configs/schema.py": "every setting, once",
         "workers/hf_rollout.py": "one engine: its loop, and the rows that it runs",

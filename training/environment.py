@@ -102,28 +102,6 @@ def build_environment(config: Config) -> Any | None:
         raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
 
 
-def settings_of_environment(environment: Any) -> dict[str, Any]:
-    """Returns the settings that name a gymnasium id, class, or environment; a class is registered in this process.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    match environment:
-        case None:
-            return {}
-        case str(name) | object(env_id=str(name)):  # the latter is a text environment
-            return {"env.id": name}
-        case type(__name__=name):
-            import gymnasium  # for a notebook alone
-
-            gymnasium.registry.pop(f"{name}-v0", None)
-            gymnasium.register(f"{name}-v0", environment)
-            return {"env.id": f"{name}-v0"}
-        case object(spec=object(id=str(name), kwargs=dict(kwargs))):
-            return {"env.id": name, "env.kwargs": kwargs}
-    raise ConfigError(f"environment={environment!r}: give a gymnasium id, a class, or what gymnasium.make returns.")
-
-
 def data_settings(config: Config, tools: Mapping[str, Any] | None = None) -> DataConfig:
     """Returns the data section with its seed, by default of trainer.seed, and with the arguments that describe `tools`
     in every prompt (`data.chat.tool_kwargs`)."""

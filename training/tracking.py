@@ -1,6 +1,6 @@
 """Watches a run: `Observers` calls its record, metrics.jsonl, then the extras' and those of trainer.logger.
 
-An observer is a class of data/types.py: Observer; the terminal's is `ConsoleLine`. `Result` reads what they left.
+An observer is a class of data/types.py: Observer; the terminal's is `ConsoleLine`.
 """
 
 import atexit
@@ -12,9 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, Self
 
@@ -316,43 +314,3 @@ def short_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-class Page(type(Path())):
-    """The path of a page, which a notebook shows."""
-
-    def _repr_html_(self) -> str:
-        return f'<iframe srcdoc="{escape(self.read_text())}" width="100%" height="600"></iframe>'
-
-
-class Picture(type(Path())):
-    """The path of a picture, which a notebook shows."""
-
-    def _repr_png_(self) -> bytes:
-        return self.read_bytes()
-
-
-@dataclass(frozen=True)
-class Result:
-    """Reads what a run has left in its folder; `validation` are the metrics of its last validation."""
-
-    folder: Path
-    validation: dict[str, float]
-
-    @property
-    def metrics(self) -> Any:
-        """The metrics as a pandas.DataFrame, a row for each step."""
-        import pandas as pd  # takes a second, and only needed here
-
-        lines = read_metrics(self.folder / METRICS_FILE)
-        return pd.DataFrame([line["data"] for line in lines], pd.Index([line["step"] for line in lines], name="step"))
-
-    def report(self) -> Page:
-        """Writes the report of the run."""
-        return Page(find("report", "page")([self.folder]))
-
-    def curves(self, *names: str) -> Picture:
-        """Draws metrics over the steps, each by its name; without names, the mean reward."""
-        picture = Picture(self.folder / "curves.png")
-        find("report", "curves")(self.folder / METRICS_FILE, names or ["critic/score/mean"], picture)
-        return picture

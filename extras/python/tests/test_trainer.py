@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from configs.errors import ConfigError
 from configs.extras import has
-from configs.settings import as_override
-from data.table import write_rows
+from extras.python.objects import as_override, write_rows
 from tests.runs import learning_metrics, needs_vllm, run_main, state_files
 from training.api import GRPOTrainer, PPOTrainer, Trainer, TrainingConfig
 
