@@ -85,8 +85,10 @@ TABLE: dict[str, dict[str, str]] = {
         "trainer.save_rollouts": "extras.replay.replay:saving",
         "trainer.replay_rollouts": "extras.replay.replay:replaying",
     },
-    "python": {  # names of training/api.py
-        name: f"extras.python.trainer:{name}" for name in ("Trainer", "GRPOTrainer", "PPOTrainer", "TrainingConfig")
+    "python": {  # of training/api.py, and of notebooks
+        **{name: f"extras.python.trainer:{name}" for name in ("Trainer", "GRPOTrainer", "PPOTrainer")},
+        "TrainingConfig": "extras.python.objects:TrainingConfig",
+        "CellProgress": "extras.python.notebook:CellProgress",
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {

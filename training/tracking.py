@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from html import escape
 from statistics import mean, median
 from typing import Any, Self
 
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from configs.errors import ConfigError, latest
-from configs.extras import TABLE, asked_for, find, present
+from configs.extras import TABLE, asked_for, find, has, present
 from configs.process import in_notebook
 from data.files import FolderLost, append, headline_means, json_line, read_metrics, rewrite
 from data.protocol import DataProto
@@ -196,7 +195,7 @@ class ConsoleLine(Observer):
     def started(self, step: int) -> None:
         console, columns = Console(), (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
         if in_notebook() or (sys.stdout.isatty() and console.is_interactive):
-            kind = CellProgress if in_notebook() else Progress
+            kind = find("python", "CellProgress") if in_notebook() and has("python", "CellProgress") else Progress
             self.progress = kind(*columns, console=console, auto_refresh=False)
             self.task = self.progress.add_task("", total=self.run.total_steps, completed=step)
             atexit.register(self.progress.stop)  # a bar that is never closed would leave the cursor hidden
@@ -254,29 +253,6 @@ class ConsoleLine(Observer):
             validations = -(-total // frequency) - step // frequency if frequency > 0 else 0
             seconds = median(self.step_seconds) * (total - step) + self.validation_seconds * validations
             yield f"eta {short_duration(seconds)}"
-
-
-class CellProgress(Progress):
-    """A progress bar in the cell of a notebook, as one line that changes: rich's own needs ipywidgets."""
-
-    line: Any = None
-
-    def start(self) -> None:
-        """Shows nothing: the first `refresh` with a description does."""
-
-    def refresh(self) -> None:
-        from IPython.display import DisplayHandle  # a package of the kernel
-
-        [task] = self.tasks
-        if not task.description:
-            return
-        bar = f'<progress value="{task.completed}" max="{task.total}"></progress>'
-        data = {"text/plain": task.description, "text/html": f"{bar} <code>{escape(task.description)}</code>"}
-        if self.line is None:
-            self.line = DisplayHandle()
-            self.line.display(data, raw=True)
-        else:
-            self.line.update(data, raw=True)
 
 
 def present_stage() -> tuple[str, float]:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import KW_ONLY, dataclass, field
-from html import escape
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -23,61 +22,19 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, is_on_purpose
-from configs.extras import find
 from configs.import_utils import split_object
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import LAST
-from data.files import read_metrics
 from data.seeding import rng_state, set_rng_state
+from extras.python.notebook import Result
 from extras.python.objects import TrainingConfig, as_override, settings_of_environment, write_rows
 from main import run
 from training.checkpoint import find_checkpoint
-from training.tracking import METRICS_FILE
 
 MODEL, REWARD = "actor_rollout_ref.model", "reward.custom_reward_function"
 FOLDER, NAME = "trainer.default_local_dir", "trainer.experiment_name"
 NEWEST = {"trainer.val_only": True, "trainer.resume_mode": "auto"}  # settings that measure the newest checkpoint
-
-
-class Page(type(Path())):
-    """The path of a page, which a notebook shows."""
-
-    def _repr_html_(self) -> str:
-        return f'<iframe srcdoc="{escape(self.read_text())}" width="100%" height="600"></iframe>'
-
-
-class Picture(type(Path())):
-    """The path of a picture, which a notebook shows."""
-
-    def _repr_png_(self) -> bytes:
-        return self.read_bytes()
-
-
-@dataclass(frozen=True)
-class Result:
-    """Reads what a run has left in its folder; `validation` are the metrics of its last validation."""
-
-    folder: Path
-    validation: dict[str, float]
-
-    @property
-    def metrics(self) -> Any:
-        """The metrics as a pandas.DataFrame, a row for each step."""
-        import pandas as pd  # takes a second, and only needed here
-
-        lines = read_metrics(self.folder / METRICS_FILE)
-        return pd.DataFrame([line["data"] for line in lines], pd.Index([line["step"] for line in lines], name="step"))
-
-    def report(self) -> Page:
-        """Writes the report of the run."""
-        return Page(find("report", "page")([self.folder]))
-
-    def curves(self, *names: str) -> Picture:
-        """Draws metrics over the steps, each by its name; without names, the mean reward."""
-        picture = Picture(self.folder / "curves.png")
-        find("report", "curves")(self.folder / METRICS_FILE, names or ["critic/score/mean"], picture)
-        return picture
 
 
 @contextmanager
