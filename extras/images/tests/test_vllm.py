@@ -4,7 +4,7 @@ import torch
 
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from data.pretrained import load_tokenizer
-from extras.images.tests.test_generation import answered, check_is_trainers
+from extras.images.tests.test_image_generation import answered, check_is_trainers
 from extras.images.tests.test_scores import prompts_of
 from tests.runs import needs_vllm
 from workers.engine import TrainEngine
