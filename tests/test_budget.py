@@ -36,7 +36,7 @@ CEILINGS = {
     "core lines": 18_330,
     "core files": 84,
     "product lines": 41_500,
-    "scripts and benchmarks": 3_700,
+    "scripts and benchmarks": 3_720,
     "names in training/": 19,
     "names in workers/": 24,
     "names in data/": 17,
