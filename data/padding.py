@@ -6,14 +6,36 @@ and masks, never from comparing ids with the pad id: it may be the stop id, whic
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.prompt_ids import media_of
 from data.protocol import DataProto, object_array
 from data.types import Sample
 from data.wire import positions
+
+
+class PromptIds(list):
+    """Token ids of a prompt, and the `media` that it shows (extras/images), None where its model reads text alone;
+    hashable, and compared by both."""
+
+    def __init__(self, ids: Sequence[int], media: Any = None) -> None:
+        super().__init__(ids)
+        self.media = media
+
+    def __eq__(self, other: object) -> bool:
+        return list.__eq__(self, other) and self.media == media_of(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((*self, self.media))
+
+
+def media_of(prompt_ids: Any) -> Any:
+    return prompt_ids.media if isinstance(prompt_ids, PromptIds) else None
 
 
 def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, pad_token_id: int) -> DataProto:

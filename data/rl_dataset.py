@@ -26,7 +26,7 @@ from configs.import_utils import accepts, bind, load_subclass
 from configs.schema import DataConfig
 from configs.settings import Readable
 from data.chat import Prompt, encode_prompt, parse_prompt
-from data.prompt_ids import media_of
+from data.padding import media_of
 from data.rows import (
     BadRow,
     BadRows,

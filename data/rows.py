@@ -26,7 +26,7 @@ from configs.checks import plural
 from configs.errors import notice, notice_once
 from configs.extras import TABLE, find
 from configs.paths import DATA_ENDINGS, find_path, source_files
-from data.prompt_ids import PromptIds, media_of
+from data.padding import PromptIds, media_of
 from data.types import Row
 
 # What the run itself fills in a batch; "dataset_position" is the row's place in the dataset.

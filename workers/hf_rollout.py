@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from data.padding import collate
+from data.padding import PromptIds, collate, media_of
 from data.pretrained import position_count
-from data.prompt_ids import PromptIds, media_of
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
 from data.types import Completion, Request, Sample, SamplingParams

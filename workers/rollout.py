@@ -26,9 +26,8 @@ from configs.errors import ConfigError, notice_once
 from configs.extras import TABLE, find, present
 from configs.import_utils import bind, callable_name, load_module, split_object
 from configs.schema import RolloutConfig
-from data.padding import collate
+from data.padding import PromptIds, collate, media_of
 from data.pretrained import template_terminator
-from data.prompt_ids import PromptIds, media_of
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
 from configs.schema import RolloutConfig
-from data.prompt_ids import media_of
+from data.padding import media_of
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
 from workers.rollout import KEY, Rollout, check_request, check_temperature

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from configs.import_utils import load_extern_object, load_named
-from data.prompt_ids import PromptIds
+from data.padding import PromptIds
 from extras.images.media import MARK
 
 CustomEnvDataset = load_extern_object("custom/env_dataset.py", "CustomEnvDataset")

@@ -31,7 +31,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from configs.errors import ConfigError
 from data.chat import Prompt
-from data.prompt_ids import PromptIds
+from data.padding import PromptIds
 from data.wire import positions
 from extras.images.media import Media, Shown, count_images, read_images, with_parts
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from data.prompt_ids import media_of
+from data.padding import media_of
 from data.types import Completion, Request
 from extras.kernels.cache import RowCache
 from extras.kernels.decode import decoding, lay_out_weights

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from data.prompt_ids import PromptIds
+from data.padding import PromptIds
 from extras.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
 from extras.kernels.token_head import score_tokens
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores, to_device

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.concurrency import start_loop
-from data.padding import collate
-from data.prompt_ids import PromptIds, media_of
+from data.padding import PromptIds, collate, media_of
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams

@@ -22,8 +22,8 @@ from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, load_subclass
 from data.chat import QUESTION, ChatFormat, Prompt, as_messages, parse_prompt
+from data.padding import media_of
 from data.pretrained import template_terminator
-from data.prompt_ids import media_of
 from data.rl_dataset import truncate
 from data.rows import BadRow, BadRows, Origin, check_is_read, files_key, print_report, read_rows
 from data.types import Message, Sample

@@ -11,7 +11,7 @@ from typing import Any
 
 from configs.errors import printable, users_line
 from data.chat import ChatFormat
-from data.prompt_ids import PromptIds, media_of
+from data.padding import PromptIds, media_of
 from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Reply, Row, Sample, SamplingParams
 from workers.engine_pump import AsyncEngine

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from configs.schema import DataConfig, ModelConfig
-from data.padding import collate
+from data.padding import PromptIds, collate
 from data.pretrained import load_tokenizer
-from data.prompt_ids import PromptIds
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.types import Sample
