@@ -2,7 +2,7 @@
 
     python -m scripts.prime [--seed N] [key=value …]
 
-1. A tiny language model imitates answers of which each digit has a slip in three of ten.
+1. A tiny language model imitates answers of which each digit has a slip in two of ten.
 2. It is trained by each recipe, from the same start, for as many steps; key=value overrides go to both.
 The share of right answers on held-out rows, sampled, is printed as they train, and written to summary.json.
 """
@@ -29,7 +29,7 @@ from workers.ray_group import start_command
 
 FOLDER = Path("outputs/prime")
 RECIPES = ("grpo", "prime")
-SLIP, DEMONSTRATIONS = 0.3, 12_000
+SLIP, DEMONSTRATIONS = 0.2, 12_000
 SUCCESS = "val-core/reversal/reward/mean@4"
 
 
@@ -49,7 +49,7 @@ def main() -> None:
         )
         imitate(configs["grpo"], folder, [warm_start])
         for name, config in configs.items():
-            print(f"{name}, from a start whose digits are right in seven of ten")
+            print(f"{name}, from a start whose digits are right in eight of ten")
             rl.run(config)
     report(folder)
 
