@@ -116,10 +116,10 @@ def test_every_estimator_and_every_loss_trains(two_steps, monkeypatch, estimator
 
         return call
 
-    monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, estimator, counted(ADV_ESTIMATOR_REGISTRY[estimator], estimator))
+    monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, estimator, counted(ADV_ESTIMATOR_REGISTRY[estimator], "estimator"))
     record = get_policy_loss(loss)
-    monkeypatch.setitem(POLICY_LOSS_REGISTRY, loss, replace(record, function=counted(record.function, loss)))
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, loss, replace(record, function=counted(record.function, "loss")))
     chosen = [f"algorithm.adv_estimator={estimator}", f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"]
     cut = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"  # two forward passes an update
     assert_learnt(*two_steps(cut, *chosen, *(more for choice in chosen for more in NEEDED.get(choice, []))))
-    assert calls == {estimator: 2, loss: 4 if get_policy_loss(loss).over_mini_batch else 8}
+    assert calls == {"estimator": 2, "loss": 4 if get_policy_loss(loss).over_mini_batch else 8}
