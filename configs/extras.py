@@ -39,6 +39,7 @@ TABLE: dict[str, dict[str, str]] = {
     "parent": {"trainer.max_restarts": "extras.restarts.restarts:supervise"},  # of the process that is to run
     "flag": {"--multirun": "extras.sweep.sweep:sweep"},  # of a command
     "stage": {
+        "distillation.enabled": "extras.distillation.stage:Distillation",
         "reward.reward_model.enable": "extras.reward_model.stage:ModelScores",
         "algorithm.prime.enable": "extras.prime.stage:ProcessRewards",
         "algorithm.rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
@@ -74,6 +75,7 @@ TABLE: dict[str, dict[str, str]] = {
     "role": {
         "rm": "extras.reward_model.role:ROLE",
         "prm": "extras.prime.role:ROLE",
+        "teachers": "extras.distillation.stage:ROLE",
         "sender": "extras.overlap.wire_roles:SENDER",
         "receiver": "extras.overlap.wire_roles:RECEIVER",
         "generator": "extras.overlap.wire_roles:GENERATOR",
@@ -133,7 +135,8 @@ TABLE: dict[str, dict[str, str]] = {
         ),
         "extras.algorithms.estimators:ESTIMATORS",
     )
-    | {"prime": "extras.prime.estimator:ESTIMATORS"},
+    | {"prime": "extras.prime.estimator:ESTIMATORS"}
+    | dict.fromkeys(("opd", "no_rewards"), "extras.distillation.divergence:ESTIMATORS"),
     "policy_loss": dict.fromkeys(
         ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"),
         "extras.algorithms.policy_losses:LOSSES",
@@ -141,6 +144,7 @@ TABLE: dict[str, dict[str, str]] = {
     | dict.fromkeys(("gvpo", "pair", "spin"), "extras.algorithms.group_losses:LOSSES"),
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
+    ("distillation", "http"),
     ("evaluation", "standalone"),
     ("gym", "processes"),
     ("interactions", "http"),
@@ -161,6 +165,7 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("sft", "algorithms"),  # whose policy loss gpg it takes by name
 )
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settings begin, behind any section
+    "distillation": ("distillation.enabled", "distillation.teacher", "distillation.distillation_loss"),
     "dry_run": ("trainer.dry_run",),
     "datagen": ("data.datagen",),
     "curriculum": ("data.source_weights",),

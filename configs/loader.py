@@ -367,8 +367,8 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
                     notice(f"{key} is none of our keys: it is kept for the class that data.{free[1]} names.")
                 node = node[free[0]]
             if node._metadata.object_type is dict:
-                OmegaConf.update(node, ".".join(rest), value, force_add=True)
-                return
+                OmegaConf.update(entry := OmegaConf.create(), ".".join(rest), value, force_add=True)
+                return node.merge_with(entry)  # which gives entries the type that the dict may have
         assign(node, parts[-1], value)
     except ConfigKeyError:
         if options(parts[0]):
@@ -380,6 +380,8 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
         suggestion = did_you_mean(key, [*known_keys(base), "--config-name"])
         raise ConfigError(f"unknown key '{key}'.{suggestion} --cfg job lists them all.{closed}", key) from None
     except OmegaConfBaseException as error:
+        if OmegaConf.get_type(node) is dict:
+            raise ConfigError(f"{key}={value!r}: {first_line(error)}.", key) from error
         if OmegaConf.is_dict(node[parts[-1]]):
             raise ConfigError(f"{key}={value!r}: {key} is a section; set the keys in it, {key}.…=….") from error
         reason = "it cannot be null" if value is None else first_line(error)

@@ -4,7 +4,7 @@ Key names and nesting are verl's where verl has the key. Yaml files hold only wh
 composes a config, checks it by the rules beside each default, and freezes it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,6 +133,10 @@ class PretrainedModelConfig(Frozen):
     def without_adapter(self) -> Any:
         """Returns these settings with all weights trained."""
         return self
+
+    def at(self, path: str) -> Any:
+        """Returns the settings of another model, which is at `path`, as it is."""
+        return replace(self.without_adapter(), path=path, tokenizer_path=None, override_config={})
 
 
 @dataclass
@@ -560,7 +564,7 @@ class TrainerConfig(
 
 
 @dataclass
-class Config(Frozen):
+class Config(section("distillation"), Frozen):
     model_key: ClassVar[str] = "actor_rollout_ref.model.path"  # names the model that the run trains
 
     data: DataConfig = group(DataConfig, "Rows and batches.")

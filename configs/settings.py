@@ -108,13 +108,6 @@ class Readable:
         return self.settings().keys()
 
 
-class Settings(Readable):
-    """Holds the attributes that it is given."""
-
-    def __init__(self, **settings: Any) -> None:
-        vars(self).update(settings)
-
-
 class Frozen(Readable):
     """Allows each attribute to be set once: configs that are rewritten during a run are the bug users report most."""
 

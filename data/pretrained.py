@@ -1,16 +1,12 @@
 """Reads a model's config.json and its tokenizer, and checks them before its weights are loaded."""
 
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,13 +22,10 @@ from configs.paths import find_path
 from configs.schema import PretrainedModelConfig
 
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # names that configs have for the number of positions
-HEADS = {
-    AutoModelForCausalLM: (MODEL_FOR_CAUSAL_LM_MAPPING, "that continues a text: see docs/models.md"),
-    AutoModelForSequenceClassification: (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "with a score a sequence"),
-    AutoModelForTokenClassification: (
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        "with a value a token: choose another critic, or an algorithm.adv_estimator without one (grpo)",
-    ),
+HEADS = {  # transformers' classes: in words, for messages
+    AutoModelForCausalLM: "that continues a text: see docs/models.md",
+    AutoModelForSequenceClassification: "with a score a sequence",
+    AutoModelForTokenClassification: "with a value a token: choose another critic, or an estimator without one (grpo)",
 }
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -75,14 +68,14 @@ def check_positions(config: PretrainedConfig, longest: int, model_key: str, leng
 
 def check_has_head(config: PretrainedConfig, model_key: str, head: type = AutoModelForCausalLM) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names as one of the class `head`."""
-    known, words = HEADS[head]
-    if type(config) not in known and head.__name__ not in (config.to_dict().get("auto_map") or {}):  # the folder's code
-        raise ValueError(f"{model_key}: transformers has no {config.model_type} {words}.")
+    in_folder = head.__name__ in (config.to_dict().get("auto_map") or {})  # in code of its own
+    if type(config) not in head._model_mapping and not in_folder:
+        raise ValueError(f"{model_key}: transformers has no {config.model_type} {HEADS[head]}.")
 
 
 def check_same_tokens(policy: PretrainedModelConfig, path: str, key: str) -> None:
     """Raises ValueError unless the model at `path`, which `key` names, reads token ids as the policy does."""
-    own, other = load_tokenizer(policy), load_tokenizer(replace(policy, path=path, tokenizer_path=None))
+    own, other = load_tokenizer(policy), load_tokenizer(policy.at(path))
     if own.get_vocab() != other.get_vocab():
         raise ValueError(f"{key}={path} has other tokens than the policy, whose token ids it would score.")
 

@@ -44,7 +44,7 @@ CEILINGS = {
     "names in custom/": 4,
     "modules under 60 lines": 48,
     "modules with one importer": 60,
-    "settings": 330,
+    "settings": 341,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,

@@ -21,7 +21,6 @@ import pytest
 
 from benchmarks.step import measure
 from configs.extras import present
-from configs.loader import options
 from configs.schema import AGGREGATION_MODES
 from extras.rollout_correction.settings import PRESETS
 from scripts import algorithms, architecture, quickstart
@@ -184,10 +183,10 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     page = ROOT / "docs/algorithms.md"
     text = page.read_text()
     words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
-    algorithms = {*AdvantageEstimator, "vanilla", *present("policy_loss"), *PRESETS}
-    assert algorithms | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
+    names = {*AdvantageEstimator, *present("estimator"), "vanilla", *present("policy_loss"), *PRESETS}
+    assert names | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
     measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)
-    assert [name for name, *_ in measured] == options("recipe")
+    assert [name for name, *_ in measured] == algorithms.RECIPES
     assert all(float(success) > 0.5 for _, *of_seeds in measured for success in of_seeds)
 
 

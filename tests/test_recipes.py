@@ -79,29 +79,33 @@ def is_whole(recipe: str) -> bool:
 RECIPES = [*filter(is_whole, options("recipe"))]
 # What a recipe is known by, beside its estimator and its loss.
 ROLES = {"ppo": ("critic",), "pf_ppo": ("critic",), "prime": ("ref", "prm")} | dict.fromkeys(
-    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"), ("ref",)
+    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opd"), ("ref",)
 )
+TEACHER = {"opd": ["actor_rollout_ref.ref.model.path=teacher"]}
 
 
 @pytest.mark.parametrize("name", ["frozenlake", "gsm8k"])  # both with a KL in the loss of their own
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe, name):
     files = [] if name == "frozenlake" else ["data.train_files=Makefile", "data.val_files=Makefile"]
-    config = compose(f"recipe={recipe}", *files, name=name)
+    config = compose(f"recipe={recipe}", *TEACHER.get(recipe, []), *files, name=name)
     assert needed_roles(config)[2:] == [*ROLES.get(recipe, ())]
     actor = config.actor_rollout_ref.actor
     check_config(config)
     check_algorithm(config)
-    assert not actor.use_kl_loss or (actor.kl_loss_coef == 0.001 and not config.algorithm.use_kl_in_reward)
+    coef = 1.0 if recipe in TEACHER else 0.001
+    assert not actor.use_kl_loss or (actor.kl_loss_coef == coef and not config.algorithm.use_kl_in_reward)
 
 
-PAIRS = list(itertools.zip_longest(map(str, AdvantageEstimator), reversed(SHIPPED_LOSSES), fillvalue="vanilla"))
+TAUGHT = {"opd", "no_rewards"}  # which learn from a teacher alone: extras/distillation/tests
+REWARDED = [name for name in map(str, AdvantageEstimator) if name not in TAUGHT]
+PAIRS = list(itertools.zip_longest(REWARDED, reversed(SHIPPED_LOSSES), fillvalue="vanilla"))
 
 
 @needs_algorithms
 def test_the_pairs_below_hold_every_name_that_is_shipped():
-    assert {name for name, _ in PAIRS} == {*AdvantageEstimator} and {loss for _, loss in PAIRS} == set(SHIPPED_LOSSES)
-    assert (len(AdvantageEstimator), len(SHIPPED_LOSSES)) == (17 + has("estimator", "prime"), 14)
+    assert {name for name, _ in PAIRS} == {*REWARDED} and {loss for _, loss in PAIRS} == set(SHIPPED_LOSSES)
+    assert (len(REWARDED), len(SHIPPED_LOSSES)) == (17 + has("estimator", "prime"), 14)
 
 
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from rich.progress import track
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -98,8 +97,8 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
         trainer_class = make_trainer(trainer_class, config)
     check_observers(config)
     check_algorithm(config)
-    check_models(config, trainer_class.reads)
     check_roles(config, trainer_class.reads)
+    check_models(config, trainer_class.reads)
     checkpoint_to_resume(config)  # or raises
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -118,7 +117,8 @@ def prepare(config: Config, reward: Callable | None = None) -> Parts:
         check_has_state(train_loader)
     val_loader = build_val_loader(config, data, tokenizer, environment)
     if val_loader and (environment or config.data.train_files):
-        report_overlap(prompts_read(train_loader.dataset), prompts_read(val_loader.dataset), tokenizer)
+        datasets = train_loader.dataset, val_loader.dataset
+        report_overlap(*(data.prompt_ids if isinstance(data, RLHFDataset) else [] for data in datasets), tokenizer)
     scores_itself = config.actor_rollout_ref.rollout.agent.program and config.reward.source() is None
     for loader in filter(None, (train_loader, val_loader)):
         positions = rows_looked_at(loader)
@@ -148,23 +148,6 @@ def rows_looked_at(loader: PromptLoader) -> list[int]:
     return usable[:: -(-len(usable) // ROWS_LOOKED_AT)]
 
 
-def prompts_read(dataset: Dataset) -> list[np.ndarray]:
-    """Returns the token ids of prompts from files; a dataset that makes its rows has none."""
-    return dataset.prompt_ids if isinstance(dataset, RLHFDataset) else []
-
-
-def check_models(config: Config, trainer_reads: Collection[str]) -> None:
-    """Checks by the config.json of each model that it has the head, and positions for the longest sequence."""
-    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
-    for spec, key, model in models_of(config, trainer_reads):
-        model_config = load_model_config(model, model.path, f"{key}.path")
-        check_has_head(model_config, f"{key}.path", spec.head)
-        if spec.like_policy:
-            check_positions(model_config, longest, f"{key}.path", "data.max_prompt_length + data.max_response_length")
-    policy, key = config.policy_model, "actor_rollout_ref.model"
-    find("adapter", policy.adapter, key).check_settings(policy, key)
-
-
 def check_roles(config: Config, trainer_reads: Collection[str] = ()) -> None:
     """Has each role of a run check its settings; raises ConfigError, also for settings of a role that there is not."""
     needed = needed_roles(config, trainer_reads)
@@ -179,7 +162,21 @@ def check_roles(config: Config, trainer_reads: Collection[str] = ()) -> None:
     for spec in map(ROLES.get, needed):
         if spec.section:
             check_cuts(config, spec.settings(config), spec.key)
-        spec.check(config)
+
+
+def check_models(config: Config, trainer_reads: Collection[str]) -> None:
+    """Checks by the config.json of each model that it has the head, and positions for the longest sequence; then has
+    each role check the rest."""
+    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
+    for spec, key, model in models_of(config, trainer_reads):
+        model_config = load_model_config(model, model.path, key)
+        check_has_head(model_config, key, spec.head)
+        if spec.like_policy:
+            check_positions(model_config, longest, key, "data.max_prompt_length + data.max_response_length")
+    policy, key = config.policy_model, "actor_rollout_ref.model"
+    find("adapter", policy.adapter, key).check_settings(policy, key)
+    for name in needed_roles(config, trainer_reads):
+        ROLES[name].check(config)
 
 
 def check_algorithm(config: Config) -> None:

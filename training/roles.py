@@ -45,7 +45,8 @@ class RoleSpec:
             or "module:function".
         section: its settings in the config, or a dataclass of defaults: they are set at roles.NAME. One that learns has
             optim, ppo_epochs, ppo_mini_batch_size and shuffle.
-        head: transformers' class of its model, whose path the section has at model.path, or the config at `model`.
+        head: transformers' class of its model, whose path the section has at model.path.
+        model: where models are set elsewhere: returns of a config their settings by the keys of their paths.
         columns: that its method `compute` makes of a batch; `compute` is called with rows and `arguments`.
         arguments: of `compute`: the sampling "temperature", the "columns" that are read.
         objects: columns of objects that it reads.
@@ -63,7 +64,7 @@ class RoleSpec:
     build: Callable[[Any], Any] | str
     section: str | type = ""
     head: type | None = None
-    model: str = ""
+    model: Callable[[Config], dict[str, PretrainedModelConfig]] | None = None
     columns: tuple[str, ...] = ()
     compute: str = "compute"
     arguments: tuple[str, ...] = ()
@@ -87,12 +88,14 @@ class RoleSpec:
             return reduce(getattr, self.section.split("."), config)
         return lay_over(self.section, config.roles.get(self.name, {}), config, self.key)
 
-    def model_of(self, config: Config) -> tuple[str, PretrainedModelConfig]:
-        """Returns the key of its model, and the settings of that; with a path alone, it is like the policy's."""
-        model = reduce(getattr, self.model.split("."), config) if self.model else self.settings(config).model
+    def models(self, config: Config) -> dict[str, PretrainedModelConfig]:
+        """Returns the settings of its models by the keys of their paths; where there is a path alone, the policy's."""
+        if self.model:
+            return self.model(config)
+        model = self.settings(config).model
         if not isinstance(model, PretrainedModelConfig):
             model = replace(config.policy_model, path=model.path)
-        return self.model or f"{self.key}.model", model
+        return {f"{self.key}.model.path": model}
 
     def builder(self) -> Callable[[Any], Any]:
         return load_extern_object(*self.build.split(":")) if isinstance(self.build, str) else self.build
@@ -114,10 +117,6 @@ def register_role(spec: RoleSpec) -> RoleSpec:
     return spec
 
 
-def always(config: Config) -> bool:
-    return True
-
-
 def teaches(config: Config) -> bool:
     """Says whether the reference is another model than the policy."""
     return config.actor_rollout_ref.ref.model.path != config.policy_model.path
@@ -134,13 +133,13 @@ for entry in (
         build="workers.dp_actor:build_actor",
         section="actor_rollout_ref.actor",
         head=AutoModelForCausalLM,
-        model="actor_rollout_ref.model",
+        model=lambda config: {"actor_rollout_ref.model.path": config.policy_model},
         columns=OF_POLICY,
         compute="compute_log_prob",
         arguments=("temperature", "columns"),
         update="update_policy",
         stage="old_log_prob",
-        wanted=always,
+        wanted=lambda config: True,
         reads=lambda config: {
             "compute_log_prob": (),
             **dict.fromkeys(("update_policy", "compute_loss"), (*UPDATE_COLUMNS, *loss_reads(config))),
@@ -151,7 +150,7 @@ for entry in (
         build="workers.model_worker:build_rollout",
         section="actor_rollout_ref.rollout",
         turn=1,
-        wanted=always,
+        wanted=lambda config: True,
     ),
     RoleSpec(
         name="ref",
@@ -208,9 +207,9 @@ def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[st
 
 
 def models_of(config: Config, trainer_reads: Collection[str] = ()) -> list[tuple[RoleSpec, str, PretrainedModelConfig]]:
-    """Lists the roles of a run that have a model, its key and its settings."""
+    """Lists the roles of a run that have a model, the key of its path, and its settings."""
     specs = map(ROLES.get, needed_roles(config, trainer_reads))
-    return [(spec, *spec.model_of(config)) for spec in specs if spec.head]
+    return [(spec, *model) for spec in specs if spec.head for model in spec.models(config).items()]
 
 
 def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
@@ -236,6 +235,6 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
 
 
 def loss_reads(config: Config) -> set[str]:
-    """Names the columns of roles and stages that the policy loss has as arguments without a default."""
-    columns = columns_made(config).union(*(spec.columns for spec in ROLES.values()))
+    """Names the columns of roles and stages, and logits, that the policy loss has as arguments without a default."""
+    columns = columns_made(config).union(["logits"], *(spec.columns for spec in ROLES.values()))
     return columns.intersection(list(required_arguments(policy_loss_of(config).function))[len(TENSOR_ARGS) :])

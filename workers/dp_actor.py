@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ from training.losses import (
     zero_masked,
 )
 from training.mini_batches import Update, learning_rows
-from training.roles import LOSS_COLUMNS, TEACHER_KEY, UPDATE_COLUMNS, loss_reads, loss_settings
+from training.roles import LOSS_COLUMNS, TEACHER_KEY, UPDATE_COLUMNS, loss_reads, loss_settings, teaches
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 from workers.model_worker import ModelWorker
 from workers.models import frozen_copy
+
+OTHER_SCORES = {"entropys": "entropy", "sum_pi_squared": "sum_pi_squared"}  # than log-probs, in TokenScores
 
 
 class DataParallelPPOActor(TrainedModel):
@@ -40,7 +42,7 @@ class DataParallelPPOActor(TrainedModel):
         engine: the model in training.
         update_size, log_prob_size: what a forward pass may hold, with and without a backward.
         policy_loss: its settings; None: the config's.
-        loss_reads: further columns that the policy loss names.
+        loss_reads: further columns that the policy loss names, and logits, if it does.
     """
 
     def __init__(
@@ -154,7 +156,8 @@ class DataParallelPPOActor(TrainedModel):
         counts, weight = update.counts, micro.policy_tokens
         with self.engine.autocast(updates=True):
             ask = ["log_probs", *(["entropy"] if config.entropy_coeff or config.calculate_entropy else [])]
-            log_probs, entropy, *_ = self.engine.module.token_scores(micro, update.temperature, ask)
+            ask += {"logits"}.intersection(self.loss_reads)
+            log_probs, entropy, *_, logits = self.engine.module.token_scores(micro, update.temperature, ask)
         if "rollout_log_probs" in columns:
             for name, value in rollout_mismatch(log_probs, columns["rollout_log_probs"], mask).items():
                 metrics.add_max(name, value) if name == MAX_MISMATCH_RATIO else metrics.add_mean(name, value, weight)
@@ -162,7 +165,7 @@ class DataParallelPPOActor(TrainedModel):
             linear = zero_masked(log_probs, mask) * columns["policy_gradient"]
             loss = (linear - linear.detach()).sum()  # its value was counted once, for the mini-batch
         else:
-            loss = self.policy_term(columns, log_probs, weight, counts, metrics)
+            loss = self.policy_term({**columns, "logits": logits}, log_probs, weight, counts, metrics)
         if entropy is not None:
             metrics.add_mean("actor/entropy", masked_mean(entropy.detach(), mask), weight)
             entropy_loss = agg_loss(entropy, mask, config.loss_agg_mode, **counts)
@@ -194,20 +197,13 @@ class ReferencePolicy:
             return score_columns(self.module, batch, self.log_prob_size, temperature, columns)
 
 
-SCORE_OF = {  # column of a log-prob pass → name in TokenScores
-    "old_log_probs": "log_probs",
-    "ref_log_prob": "log_probs",
-    "entropys": "entropy",
-    "sum_pi_squared": "sum_pi_squared",
-}
-
-
 def score_columns(
     module: PreTrainedModel, batch: DataProto, size: MicroBatchSize, temperature: float, columns: Sequence[str]
 ) -> DataProto:
     """Computes the `columns` of a log-prob pass: [B, R] float32, 0 but on the policy's tokens."""
-    scores = score(module, batch, size, temperature, [SCORE_OF[column] for column in columns])
-    return DataProto.from_dict({column: getattr(scores, SCORE_OF[column]) for column in columns})
+    names = {column: OTHER_SCORES.get(column, "log_probs") for column in columns}
+    scores = score(module, batch, size, temperature, [*names.values()])
+    return DataProto.from_dict({column: getattr(scores, name) for column, name in names.items()})
 
 
 def build_actor(worker: ModelWorker) -> DataParallelPPOActor:
@@ -220,17 +216,23 @@ def build_actor(worker: ModelWorker) -> DataParallelPPOActor:
 def build_reference(worker: ModelWorker) -> ReferencePolicy:
     """Makes the frozen policy: the one that training starts from, which is the actor without its adapter if it has one;
     or the teacher that ref.model.path names."""
-    policy, config, module = worker.config.actor_rollout_ref, worker.config.actor_rollout_ref.ref, worker.module
-    size, has_teacher = MicroBatchSize.of_scoring(config), config.model.path != policy.model.path
-    if module.adapter.off and not has_teacher:
-        return ReferencePolicy(worker.policy.module, size, worker.policy.autocast, worker.policy.at_work_as_before)
-    if has_teacher:
-        plain = replace(policy.model.without_adapter(), path=config.model.path, override_config={})
-        module = worker.load_policy(plain, "ref", key=TEACHER_KEY)
-    elif module.parallel.lockstep:
-        module = worker.load_policy(policy.model, "ref", module)
+    policy, module = worker.config.actor_rollout_ref, worker.module
+    if teaches(worker.config):
+        return build_teacher(worker, policy.ref.model.path, TEACHER_KEY)
+    if module.adapter.off:
+        size, engine = MicroBatchSize.of_scoring(policy.ref), worker.policy
+        return ReferencePolicy(engine.module, size, engine.autocast, engine.at_work_as_before)
+    return freeze(worker, worker.load_policy(policy.model, "ref", module) if module.parallel.lockstep else module)
+
+
+def build_teacher(worker: ModelWorker, path: str, key: str) -> ReferencePolicy:
+    """Loads the frozen policy at `path`, which is set as `key`.path."""
+    return freeze(worker, worker.load_policy(worker.config.policy_model.at(path), "ref", key=key))
+
+
+def freeze(worker: ModelWorker, module: PreTrainedModel) -> ReferencePolicy:
     if not module.parallel.lockstep:
         module = frozen_copy(module, worker.dtype)
         module.parallel = worker.layouts["ref"]
-    at_work = module.parallel.at_work(module.eval().requires_grad_(False))
-    return ReferencePolicy(module, size, worker.policy.autocast, at_work)
+    at_work, size = module.parallel.at_work(module.eval().requires_grad_(False)), worker.config.actor_rollout_ref.ref
+    return ReferencePolicy(module, MicroBatchSize.of_scoring(size), worker.policy.autocast, at_work)

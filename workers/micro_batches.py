@@ -51,6 +51,7 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None = None  # of the distribution that the token came from
     sum_pi_squared: Tensor | None = None  # the sum of its squared probabilities
     values: Tensor | None = None  # a critic's, before the token
+    logits: Tensor | None = None  # [b, r, V], of that distribution
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ class MicroBatch:
         return to_device(self.host.is_scored.flatten().nonzero()[:, 0], self.rows.device)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Lays out the values of the scored tokens, in order, as [b, r]; 0 elsewhere."""
-        shape = self.is_scored.shape
-        return values.new_zeros(shape.numel()).index_copy(0, self.scored_places, values).view(shape)
+        """Lays out the values of the scored tokens, in order, as [b, r, …]; 0 elsewhere."""
+        shape, rest = self.is_scored.shape, values.shape[1:]
+        return values.new_zeros(shape.numel(), *rest).index_copy(0, self.scored_places, values).view(*shape, *rest)
 
 
 WHOLE_SEQUENCE = ("input_ids", "attention_mask", "position_ids")

@@ -51,7 +51,8 @@ class ModelWorker:
     def __init__(self, config: Config, total_steps: int, roles: Collection[str]) -> None:
         policy = config.actor_rollout_ref
         load_modules(policy.model.external_lib)
-        load_modules(files_of_rows(config))
+        files = config.env.path if config.env.id else None, config.data.custom_cls.path
+        load_modules([file for file in files if file])  # rows from Ray unpickle only where their classes are loaded
         self.config = config
         self.total_steps = total_steps
         self.device = training_device(config.trainer.n_gpus_per_node)
@@ -175,12 +176,6 @@ def build_rollout(worker: ModelWorker) -> ColocatedRollout:
     return rollout
 
 
-def files_of_rows(config: Config) -> list[str]:
-    """Lists the user's files whose objects rows may carry: rows from Ray unpickle only where these are loaded."""
-    files = [config.env.path if config.env.id else None, config.data.custom_cls.path]
-    return [file for file in files if file]
-
-
 def memory_report(config: Config, layouts: Mapping[str, Replicas], card: int) -> str:
     """Says in a line what the models of a run take of each GPU, which has `card` bytes: weights, gradients, moments.
 
@@ -207,8 +202,8 @@ def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, in
         if has_adapter and spec.like_policy and not spec.update:
             continue  # it is the policy without its adapter
         optim = spec.settings(config).optim if spec.update and not (has_adapter and spec.name == "actor") else None
-        layout, size = layouts.get(spec.name, layouts["policy"]), parameter_count(model, f"{key}.path", spec.head)
-        role_bytes[spec.name] = layout.bytes_held(size, optim)
+        layout, size = layouts.get(spec.name, layouts["policy"]), parameter_count(model, key, spec.head)
+        role_bytes[spec.name] = role_bytes.get(spec.name, 0) + layout.bytes_held(size, optim)
     return role_bytes
 
 

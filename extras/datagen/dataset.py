@@ -10,12 +10,19 @@ from functools import wraps
 from typing import Any
 
 from configs.import_utils import bind, load_subclass
-from configs.settings import Readable, Settings
+from configs.settings import Readable
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.rows import Origin
 from data.table import Table
 from data.types import Row
+
+
+class Settings(Readable):
+    """Holds the attributes that it is given."""
+
+    def __init__(self, **settings: Any) -> None:
+        vars(self).update(settings)
 
 
 class AbstractDataGenerator(ABC):

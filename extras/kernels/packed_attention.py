@@ -343,14 +343,18 @@ def packed_scores(
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise TypeError(f"its head is a {type(head).__name__}, not a linear layer")
+    softcap, logits = model.config.to_dict().get("final_logit_softcapping"), None
+    if "logits" in ask:
+        logits = head(hidden).float()
+        logits = micro.scatter((logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature)
     scores = score_tokens(
         hidden,
         head.weight,
         micro.columns["responses"].flatten()[micro.scored_places],
         bias=head.bias,
         temperature=temperature,
-        softcap=model.config.to_dict().get("final_logit_softcapping"),
+        softcap=softcap,
         with_entropy="entropy" in ask,
         with_sum_pi_squared="sum_pi_squared" in ask,
     )
-    return TokenScores(*(None if values is None else micro.scatter(values) for values in scores))
+    return TokenScores(*(None if values is None else micro.scatter(values) for values in scores), logits=logits)

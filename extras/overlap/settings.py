@@ -6,7 +6,7 @@ from typing import Any
 from configs.errors import ConfigError
 from configs.settings import Frozen, setting
 
-ROLES = ("ref", "critic", "rm")
+ROLES = ("ref", "critic", "rm", "teachers")
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Pool(Frozen):
     nnodes: int = setting(0, "Machines of a pool of its own for generation; 0: the trainer's workers generate.", ge=0)
     n_gpus_per_node: int | None = setting(None, "GPUs of each; null: as trainer's.", ge=0)
     n_workers_per_node: int = setting(1, "Workers of each when it has no GPU; with GPUs, one each.", ge=1)
-    pool_roles: list[str] = setting(["rm"], "Roles that play in that pool, too: of ref, critic and rm.")
+    pool_roles: list[str] = setting(["rm"], "Roles that play in that pool, too: ref, critic, rm, teachers, or yours.")
 
     @property
     def roles_apart(self) -> tuple[str, ...]:
@@ -24,8 +24,10 @@ class Pool(Frozen):
 
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
-        if unknown := sorted({*self.pool_roles} - {*ROLES}):
-            raise ConfigError(f"{key}.pool_roles names {unknown}: there are {', '.join(ROLES)}.")
+        if unknown := sorted({*self.pool_roles} - {*ROLES} - config.get("roles", {}).keys()):
+            raise ConfigError(
+                f"{key}.pool_roles names {unknown}: there are {', '.join(ROLES)}, and yours that are set at roles."
+            )
         if self.nnodes and config.trainer.get("executor") == "local":
             raise ConfigError(f"{key}.nnodes={self.nnodes} asks for a second pool: trainer.executor=local has one.")
 

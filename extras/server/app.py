@@ -285,7 +285,7 @@ def check_engine(served: Served, body: CompletionBody | ChatBody) -> None:
     stops = {stop for stop in engine.stop_ids if stop < served.vocab_size}
     if body.ignore_eos and not stops.issubset(body.stop_token_ids or ()):
         raise HTTPException(400, f"ignore_eos: responses of this server stop at {sorted(stops)}: add stop_token_ids")
-    if body.echo and body.wants_log_probs and (engine.module is None or engine.own_weights or engine.elsewhere):
+    if body.alternatives is not None and (engine.module is None or engine.own_weights or engine.elsewhere):
         raise HTTPException(400, f"echo: {type(engine).__name__} has no log-probs of prompts: leave logprobs out")
 
 
@@ -324,7 +324,7 @@ async def answer(
     form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]), served.parser)
     if body.stream:
         return StreamingResponse(events(form, choices), media_type="text/event-stream")
-    work = echo(served, form, inputs, choices) if body.echo else gather_parts(choices)
+    work = echo(served, form, inputs, choices) if body.echo or body.alternatives is not None else gather_parts(choices)
     return JSONResponse(form.whole(await while_awaited(request, work)))
 
 
@@ -374,14 +374,14 @@ async def gather_parts(choices: Sequence[AsyncIterator[Part]]) -> list[Part]:
 async def echo(
     served: Served, form: ResponseBuilder, inputs: Sequence[str | list[int]], choices: Sequence[AsyncIterator[Part]]
 ) -> list[Part]:
-    """Returns every choice whole, behind its prompt from `inputs`; with log-probs of both if the body asks for them."""
+    """Returns every choice whole, of an echo behind its prompt; with log-probs of both, where prompts are scored."""
     answers, body = await gather_parts(choices), form.body
     for index, part in enumerate(answers):
-        place = index // (body.n or 1)
-        prompt, token_ids = inputs[place], [*form.prompts[place], *part.token_ids]
-        part.text = (prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)) + part.text
-        if body.wants_log_probs:
-            work = partial(score_tokens, served.pump, token_ids, body.logprobs)
+        prompt, ids = (each[index // (body.n or 1)] for each in (inputs, form.prompts))
+        before = (prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)) if body.echo else ""
+        part.text = before + part.text
+        if body.alternatives is not None:
+            work = partial(score_tokens, served.pump, [*ids, *part.token_ids], body.alternatives)
             part.scored = await asyncio.get_running_loop().run_in_executor(served.pump.thread, work)
     return answers
 
@@ -393,7 +393,7 @@ def score_tokens(pump: AsyncEngine, token_ids: list[int], alternatives: int) -> 
     ids = torch.tensor(token_ids, device=module.device)
     with pump.precision():
         logits = module(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), use_cache=False).logits[0, :-1]
-    candidates = torch.cat([logits.topk(alternatives).indices, ids[1:, None]], dim=-1)
+    candidates = torch.cat([logits.topk(min(alternatives, logits.shape[-1])).indices, ids[1:, None]], dim=-1)
     sums = torch.cat([part.float().logsumexp(-1) for part in logits.split(1024)])  # in float32, a part at a time
     scores = logits.gather(-1, candidates).float() - sums[:, None]
     by_token = [dict(zip(*row, strict=True)) for row in zip(candidates.tolist(), scores.tolist(), strict=True)]

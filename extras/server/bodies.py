@@ -51,6 +51,7 @@ OUR_OWN = {  # arguments of templates that a request may not set
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are not a whole character yet
 ALTERNATIVES = "this server knows the log-prob of each sampled token, and not those of others"
 MOST_ALTERNATIVES = 5  # to each token of an echo
+MOST_OF_PROMPTS = 256  # alternatives to each token of a prompt (prompt_logprobs)
 
 
 class StreamOptions(BaseModel):
@@ -135,6 +136,7 @@ class CompletionBody(Body):
     prompt: str | Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
     max_tokens: int | None = Field(None, ge=0, lt=TOKENS)
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_OF_PROMPTS)
 
     object_name = chunk_name = "text_completion"
     not_here = (*NOT_HERE, "tools", "tool_choice")
@@ -145,19 +147,27 @@ class CompletionBody(Body):
             raise ValueError(f"logprobs={self.logprobs}: {ALTERNATIVES}: set logprobs=0, or echo")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens=0: only an echo may be without a response: set 1 or more")
-        if self.echo and self.stream:
-            raise ValueError("echo has an answer whole: leave stream out")
+        if self.stream and (self.echo or self.prompt_logprobs is not None):
+            name = "echo" if self.echo else "prompt_logprobs"
+            raise ValueError(f"{name} has an answer whole: leave stream out")
         return self
 
     @property
     def wants_log_probs(self) -> bool:
         return self.logprobs is not None
 
+    @property
+    def alternatives(self) -> int | None:
+        """Counts the likeliest tokens that are scored beside each token of the prompt; None: no prompt is scored."""
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
+
 
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
     not_here = (*NOT_HERE, "echo")
+    alternatives: ClassVar[None] = None
     messages: Annotated[list[Json], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=TOKENS)
     logprobs: bool | None = None
@@ -205,7 +215,7 @@ ScoredToken = tuple[int, float | None, dict[int, float] | None]  # None: it foll
 
 @dataclass
 class Part:
-    """New text of a choice, and the tokens behind it; of an echo, the prompt's tokens and these, `scored`."""
+    """New text of a choice, and the tokens behind it; where prompts are scored, the prompt's and these, `scored`."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -272,9 +282,19 @@ class ResponseBuilder:
             choice["text"] = part.text
         if self.body.wants_log_probs:
             choice["logprobs"] = self.chat_log_probs(part) if self.is_chat else self.log_probs(part)
+        if part.scored is not None and self.body.prompt_logprobs is not None:
+            length = len(self.prompts[index // (self.body.n or 1)])
+            choice["prompt_logprobs"] = [top and self.prompt_entry(top) for _, _, top in part.scored[:length]]
         if self.body.return_token_ids:
             choice |= {"token_ids": part.token_ids, "prompt_token_ids": self.prompts[index // (self.body.n or 1)]}
         return choice
+
+    def prompt_entry(self, log_probs: dict[int, float]) -> Json:
+        """Returns the log-probs of tokens in one place, by id, as vLLM's server has them."""
+        return {
+            str(token): {"logprob": log_prob, "decoded_token": self.token_text(token)}
+            for token, log_prob in log_probs.items()
+        }
 
     def calls(self, part: Part) -> Json:
         """Returns the content and the calls of an answer; {}: it calls no tool."""
@@ -295,7 +315,7 @@ class ResponseBuilder:
         return {"content": entries, "refusal": None}
 
     def log_probs(self, part: Part) -> Json:
-        if part.scored is None:
+        if part.scored is None or not self.body.echo:
             tokens = [self.token_text(token_id) for token_id in part.token_ids]
             return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
         ids, log_probs, likeliest = zip(*part.scored, strict=True)

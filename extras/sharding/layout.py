@@ -87,7 +87,7 @@ def check_parts(config: Config, workers: int) -> None:
     policy, parts = config.actor_rollout_ref, config.actor_rollout_ref.actor.tensor_parallel_size
     for spec, key, model in models_of(config):
         if spec.like_policy:
-            model_config = load_model_config(model, model.path, f"{key}.path")
+            model_config = load_model_config(model, model.path, key)
             check_split(model_config, parts, workers // config.trainer.nnodes)
     if policy.model.adapter != "none":
         raise ConfigError(f"{PARTS_KEY}={parts}: LoRA's matrices are not split. Set it to 1, and shard the model.")

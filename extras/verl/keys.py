@@ -92,7 +92,7 @@ def as_table(read: dict[str, dict[str, str]]) -> Table:
 READ = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 COMMON = as_table(READ)
 ENTRIES = {
-    "Config": as_table({}),
+    "Config": as_table({"unread": READ["unread"]}),
     "SFTConfig": as_table(READ["sft"]),
     "GenerationConfig": as_table(READ["generation"]),
     "EvaluationConfig": as_table(READ["evaluation"]),

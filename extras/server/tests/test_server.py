@@ -132,6 +132,23 @@ def test_an_echo_has_the_prompt_with_the_models_log_probs_and_the_likeliest_toke
     assert (plain.text, plain.logprobs) == (f"abc{text}", None)
 
 
+def test_log_probs_of_a_prompt_are_the_models_as_vllms_server_has_them(served, client):
+    ids, asked = served.tokenizer("abcab")["input_ids"], {"model": "tiny", "temperature": 0, "max_tokens": 1}
+    with torch.no_grad():
+        scores = served.pump.engine.module(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    for count in (0, 3):
+        [choice] = client.completions.create(prompt=ids, extra_body={"prompt_logprobs": count}, **asked).choices
+        first, *others = choice.prompt_logprobs
+        assert first is None and choice.logprobs is None and len(others) == len(ids) - 1
+        for place, entry in enumerate(others):
+            expected = {*scores[place].topk(count).indices.tolist(), ids[place + 1]}
+            assert {*map(int, entry)} == expected
+            for token in expected:
+                found = entry[str(token)]
+                assert found["logprob"] == pytest.approx(scores[place, token].item(), abs=1e-5)
+                assert found["decoded_token"] == served.tokenizer.decode([token])
+
+
 def test_an_echo_while_others_are_generated_is_the_same(client):
     asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 0, "logprobs": 1, "echo": True}
     alone = client.completions.create(**asked).choices[0].logprobs
@@ -337,6 +354,8 @@ BAD = [
     (GOOD | {"max_tokens": 0}, "max_tokens=0: only an echo may be without a response"),
     (GOOD | {"max_tokens": -1, "echo": True}, "max_tokens: Input should be greater than or equal to 0"),
     (GOOD | {"echo": True, "stream": True}, "echo has an answer whole"),
+    (GOOD | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs has an answer whole"),
+    (GOOD | {"prompt_logprobs": 257}, "prompt_logprobs: Input should be less than or equal to 256"),
     (GOOD | {"echo": True, "logprobs": 6}, "logprobs: Input should be less than or equal to 5"),
     (GOOD | {"best_of": 2}, "best_of: Extra inputs are not permitted"),
     (CHATS | {"messages": CHAT, "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),

@@ -243,7 +243,15 @@ WHOLE = {
         rollout.total_epochs=2 {R}.n_gpus_per_node=2
         """),
     "a fork's": ("main", f"{FIXED_SIZES} algorithm.in_reward_kl.coef=0.001 {A}.kl_loss.coef=0.001"),
-    "distilled 0.9": ("main", f"{FIXED_SIZES} distillation.enabled=True distillation.nnodes=1"),
+    "distilled 0.9": ("main", f"""
+        {FIXED_SIZES} distillation.enabled=True distillation.nnodes=1 distillation.n_gpus_per_node=2
+        distillation.teacher_models.teacher_model.inference.name=vllm distillation.distillation_loss.topk=64
+        +distillation.teacher_models.math.key=openai/gsm8k +distillation.teacher_models.math.model_path=/t
+        +distillation.teacher_models.math.num_replicas=1 distillation.distillation_loss.loss_mode=forward_kl_topk
+        +distillation.teacher_models.code.key=apps +distillation.teacher_models.code.model_path=/u
+        distillation.distillation_loss.use_task_rewards=False distillation.distillation_loss.loss_max_clamp=10.0
+        """),
+    "taught by nobody 0.9": ("main", f"{FIXED_SIZES} distillation.enabled=True distillation.nnodes=1"),
     "SFT 0.3": ("sft", """
         data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=[question] data.micro_batch_size=4
         +data.response_dict_keys=[answer] optim.warmup_steps_ratio=0.1 model.partial_pretrain=/m use_remove_padding=true
@@ -282,7 +290,7 @@ WHOLE = {
 }  # fmt: skip
 SCHEMAS = {"main": Config, "sft": SFTConfig, "generation": GenerationConfig, "evaluation": EvaluationConfig}
 YAMLS = {"main": "ppo_trainer"}
-REFUSED = {"a fork's": "set algorithm.use_kl_in_reward", "distilled 0.9": "there is no teacher here"}
+REFUSED = {"a fork's": "set algorithm.use_kl_in_reward", "taught by nobody 0.9": "no teacher: set distillation"}
 
 
 def compose_whole(entry: str, *overrides: str):
@@ -463,7 +471,7 @@ def test_an_unknown_key_beside_them_is_still_refused():
 
 ABSENT = f"""
 {R}.quantization=fp8 {R}.repetition_penalty=1.05 {R}.stop=END {R}.chat_scheduler=mine.Scheduler critic.model.lora_rank=8
-{A}.optim.optimizer=SGD {A}.optim.eps=1e-06 {A}.tis_imp_ratio_cap=2 distillation.enabled=True
+{A}.optim.optimizer=SGD {A}.optim.eps=1e-06 {A}.tis_imp_ratio_cap=2 {A}.kd_loss_type=kl
 algorithm.rollout_is_threshold=2.0 +actor_rollout_ref.model.speculator.n_predict=3
 """
 
