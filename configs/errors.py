@@ -187,6 +187,7 @@ def did_you_mean(name: str, known: list[str]) -> str:
     section, _, last = name.rpartition(".")
     same = [key for key in known if key.rpartition(".")[2] == last]
     close = nearest_by_last_part(last, [key for key in known if key.rpartition(".")[0] == section])
+    close = close or [key for key in known if key == section]  # a setting that has no parts
     close = close or [key for key in same if f".{section}." in f".{key}"] or same
     close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.75) or nearest_by_last_part(last, known)
     close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.4)

@@ -125,6 +125,7 @@ def test_on_policy_gvpo_is_reinforce_with_the_groups_mean():
 
 def grouped_batch():
     batch = ragged_batch()
+    batch.batch.pop("rollout_is_weights")
     ids = torch.tensor([0, 1, 0, 2, 1, 2, 0, 1, 2])  # the answers to a prompt are in different micro-batches
     batch.batch["group_ids"] = ids[:, None].expand_as(batch.batch["response_mask"]).contiguous()
     return batch

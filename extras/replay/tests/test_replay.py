@@ -13,7 +13,7 @@ from workers.group import RolloutRole
 REWARD = "def compute_reward(prompt, response, ground_truth):\n    return len(set(response)) % 3 / 2\n"
 SAVED = ("trainer.save_freq=1", "trainer.total_training_steps=3")
 DYNAMIC = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3")
-GPG = ("actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+GPG = ("actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum")
 
 
 @pytest.fixture
