@@ -101,7 +101,7 @@ def follow(copy: Path, tiny_model: Path) -> Callable[[Path], None]:
             (copy / path).write_text(content)
         for language, code in RUN_BLOCK.findall(text):
             if MAKE_MODEL in code:
-                shutil.copytree(tiny_model, copy / "outputs/tiny_model")
+                shutil.copytree(tiny_model, copy / "outputs/tiny_model", dirs_exist_ok=True)
                 code = code.replace(f"{MAKE_MODEL}\n", "")
             if language == "sh":
                 run_block(code, copy)
