@@ -102,7 +102,8 @@ def start_group(config: Config, total_steps: int) -> Group:
         threads = worker_threads(config.trainer.n_threads).number
         forward_of(config.actor_rollout_ref.model).start_process()
         return LocalGroup(threads, MeteredWorker, config, total_steps, roles)
-    from workers.ray_group import RayWorkerGroup, Resources, start_command, uses_ray
+    from workers.ray_group import RayWorkerGroup, start_command, uses_ray
+    from workers.resources import Resources
 
     start_command(config)
     resources = Resources.from_config(config.trainer)

@@ -27,7 +27,7 @@ from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.preparation import check_algorithm, check_roles, prepare
 from training.roles import needed_roles
-from workers import ray_group, vllm_rollout_spmd
+from workers import ray_group, resources, vllm_rollout_spmd
 from workers.rollout import load_rollout_class
 
 HOME = str(Path.home())
@@ -509,7 +509,7 @@ def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize(("asked", "gpus"), [(["trainer.n_gpus_per_node=1"], 1), (["trainer.n_gpus_per_node=8"], 8)])
 def test_gpus_that_are_not_there_are_refused_before_anything_is_read(asked, gpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ray_group, "joins_cluster", lambda: False)  # others may run one on this machine
+    monkeypatch.setattr(resources, "joins_cluster", lambda: False)  # others may run one on this machine
     command = ["--config-name", "frozenlake", *short_run(tmp_path / "no_model", tmp_path, *asked)]
     with pytest.raises(SystemExit) as stop:
         main.main(command)

@@ -28,7 +28,7 @@ from tests.forked import Run, python_command
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from training.model_shards import Shards
-from workers import ray_group
+from workers import ray_group, resources
 from workers.collectives import connect, open_store
 from workers.deadlines import Beat, Wait
 from workers.group import LocalGroup, distinct_groups
@@ -36,19 +36,14 @@ from workers.models import gpu_trouble
 from workers.ray_group import (
     RayPending,
     RayWorkerGroup,
-    RemoteWorker,
-    Resources,
     WorkerError,
     WorkerLost,
     check_machine,
-    joins_cluster,
-    lacking,
     remote_class,
-    reserve,
-    resources_line,
     start_pools,
     worker_environment,
 )
+from workers.resources import Resources, joins_cluster, lacking, reserve, resources_line
 from workers.rollout import load_rollout_class
 
 # A file as a user writes one: greedy in training, and a random number drawn without a generator of its own.
@@ -451,9 +446,9 @@ def test_pools_are_added_up():
 def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.MonkeyPatch, capsys):
     cluster, waits = [{"CPU": 2.0}], iter([False, True])
     placement = mock.Mock(wait=lambda _: cluster.append({"CPU": 2.0}) or next(waits))
-    monkeypatch.setattr(ray_group, "joins_cluster", lambda: True)
-    monkeypatch.setattr(ray_group, "machines", lambda: cluster)
-    monkeypatch.setattr(ray_group, "placement_group", lambda *_, **__: placement)
+    monkeypatch.setattr(resources, "joins_cluster", lambda: True)
+    monkeypatch.setattr(resources, "machines", lambda: cluster)
+    monkeypatch.setattr(resources, "placement_group", lambda *_, **__: placement)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: mock.Mock(gcs_address="10.0.0.1:6379"))
     asked = Resources(workers=6, threads=1, gpus=0, nodes=3, threads_from="a test")
@@ -465,16 +460,6 @@ def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.Mo
     assert reserve(replace(asked, patience=120.0)) is placement
     [told] = capsys.readouterr().err.splitlines()
     assert re.search(line + r"2 machines × \(✗ 2 CPU, 0 GPU\).*: not there, or not free, for 60 s", told)
-
-
-def test_a_machine_that_does_not_see_the_runs_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.2")
-    worker, message = object.__new__(RemoteWorker), rf"_local_dir: 10.0.0.2 does not see {tmp_path}/.* of 10.0.0.1"
-    with pytest.raises(ConfigError, match=message):
-        worker.place("10.0.0.1", str(tmp_path / ".seen_1"))
-    (tmp_path / ".seen_1").touch()
-    for mark in (str(tmp_path / ".seen_1"), None):
-        assert worker.place("10.0.0.1", mark) == (os.getpid(), "10.0.0.2")
 
 
 @pytest.mark.slow
@@ -508,8 +493,8 @@ def test_a_worker_sees_its_own_gpu_alone_where_ray_is_told_to_show_all(monkeypat
 
 
 def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ray_group, "available_cores", lambda: (2, "a CPU quota of 2.5"))
-    monkeypatch.setattr(ray_group, "joins_cluster", lambda: False)
+    monkeypatch.setattr(resources, "available_cores", lambda: (2, "a CPU quota of 2.5"))
+    monkeypatch.setattr(resources, "joins_cluster", lambda: False)
     asked = ["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=3", "trainer.n_threads=1"]
     with pytest.raises(ConfigError, match=r"asked: 3 workers × \(1 thread .* there: 1 machine × \(✗ 2 CPU"):
         check_machine(compose(*asked))

@@ -19,7 +19,8 @@ DEADLINE = 60  # seconds, more than a start takes
 
 @pytest.mark.slow
 def test_two_machines_train_as_one_and_a_dead_cable_ends_the_run(tiny_model: Path, tmp_path: Path):
-    """Five steps with two shards: two before the cable is pulled in an update, then the run goes on to the end."""
+    """A folder that one machine alone sees is refused. Then five steps with two shards: two before the cable is pulled
+    in an update, and the run goes on to the end."""
     if reason := refusal():
         pytest.skip(reason)
     more = ["trainer.executor=ray", "trainer.n_threads=1", "trainer.total_training_steps=5", "trainer.save_freq=1"]
@@ -30,6 +31,11 @@ def test_two_machines_train_as_one_and_a_dead_cable_ends_the_run(tiny_model: Pat
     alone = Run(*words, *here, env={**os.environ, "RAY_ADDRESS": "local"})
     with Machines(tmp_path / "machines", **{f"RAY_health_check_{key}": value for key, value in HEALTH.items()}) as both:
         both.make_cluster()
+        apart = tmp_path / "apart"
+        apart.mkdir()
+        both.start(2, "mount", "-t", "tmpfs", "none", apart).succeed()
+        refused = both.start(1, sys.executable, *words, *short_run(tiny_model, apart, *more, "trainer.nnodes=2"))
+        assert refused.wait() == 2 and f"default_local_dir: ['{ADDRESSES[1]}'] do not see {apart}" in refused.said()
         settings = short_run(tiny_model, two, *more, "trainer.nnodes=2", both.pull_in("actor.update_policy", two, 2))
         run = both.start(1, sys.executable, *words, *settings)
         run.until(lambda: not both.asked.exists())

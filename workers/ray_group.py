@@ -1,4 +1,4 @@
-"""Runs any number of workers as Ray actors, and says in a line what a run asks for and what the machines have.
+"""Runs any number of workers as Ray actors.
 
 The interface that they share with a worker in this process is workers/group.py.
 """
@@ -7,10 +7,9 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -20,69 +19,33 @@ from uuid import uuid4
 
 import ray
 import torch
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._private.utils import get_ray_address_file
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.checks import plural
-from configs.errors import ConfigError, MayPass, first_line, notice, notice_once, warns_of_close
+from configs.errors import ConfigError, MayPass, notice_once, warns_of_close
 from configs.extras import find
-from configs.process import VARIABLES, Threads, available_cores, children_apart, memory_and_disk, worker_threads
+from configs.process import VARIABLES, children_apart
 from configs.schema import Config, ModelConfig, RunConfig
 from data.files import locked
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError, WorkerLost
-from workers.collectives import TIMEOUT, check_speaks_http2, connect, join_group, open_store
+from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, stacks, state_of
 from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.parallel import layout_of
+from workers.resources import Resources, joins_cluster, reserve, resources_line
 from workers.rollout import load_rollout_class
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACEMENT_SECONDS = 60  # for others to free what is asked for; between two lines about it
-KINDS = "CPU", "GPU"  # of what Ray reserves
 CLOSE_SECONDS = 5  # in which workers close what they hold; then they are killed
 DEATH_SECONDS = 3  # in which Ray notices that a process is gone
 WAITED = "Timed out waiting"  # gloo's words
 COLOUR = re.compile(r"\x1b\[\d+m")
 PLAIN_MODEL = ModelConfig()
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Counts workers and machines, and the CPU threads and GPUs that each worker has."""
-
-    workers: int
-    threads: int
-    gpus: int
-    nodes: int = 1
-    threads_from: str = field(default="", compare=False)  # where their number comes from
-    patience: float = field(default=0.0, compare=False)  # seconds to wait for machines that the cluster lacks
-
-    @classmethod
-    def from_config(cls, trainer: RunConfig) -> "Resources":
-        gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
-        workers_a_node, nodes = gpus or trainer.n_workers_per_node, trainer.nnodes
-        threads = worker_threads(trainer.n_threads, workers_a_node)
-        return cls(nodes * workers_a_node, threads.number, min(gpus, 1), nodes, threads.origin, trainer.patience)
-
-    def __str__(self) -> str:
-        each = f"{Threads(self.threads, self.threads_from)}, {self.gpus or 'no'} GPU"
-        return f"{plural(self.workers, 'worker')} × ({each}) on {plural(self.nodes, 'machine')}"
-
-    @property
-    def workers_a_node(self) -> int:
-        return self.workers // self.nodes
-
-    def bundle(self) -> dict[str, float]:
-        """Lists the resources that Ray reserves on one machine, for all its workers."""
-        cpus, gpus = float(self.workers_a_node * self.threads), float(self.workers_a_node * self.gpus)
-        return {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
 
 
 class RayWorkerGroup:
@@ -121,13 +84,14 @@ class RayWorkerGroup:
             cleanup.callback(remove_placement_group, placement)
             cleanup.callback(_internal_kv_del, self.name, del_by_prefix=True)
             self.workers, self.places = [], []
+            if folder and len(ray.nodes()) > 1:
+                self._check_is_shared(folder, placement)
             for index in range(self.size):
                 settings = os.getcwd(), resources.threads, model, derive_seed(seed, "process", index)
                 self.workers.append(remote_class(resources, placement, index).remote(*settings, f"{self.name}/{index}"))
                 cleanup.callback(ray.kill, self.workers[-1])
             ip = ray.util.get_node_ip_address()
-            with NamedTemporaryFile(dir=folder, prefix=".seen_") as new:
-                self.places = self._wait("start", [each.place.remote(ip, folder and new.name) for each in self.workers])
+            self.places = self._wait("start", [each.place.remote(ip) for each in self.workers])
             if self.size > 1:
                 alone = resources.nodes == 1  # on a machine
                 [address] = self._wait("open_store", [self.workers[0].open_store.remote(self.size, alone)])
@@ -135,6 +99,18 @@ class RayWorkerGroup:
                 self._wait("join", [worker.join.remote(address, rank, self.size, timeout) for rank, worker in ranks])
             self._wait("build", [worker.build.remote(worker_class, *args) for worker in self.workers])
             self.cleanup = cleanup.pop_all()
+
+    def _check_is_shared(self, folder: Path, placement: PlacementGroup) -> None:
+        """Raises ConfigError if a machine of the group does not see what the driver writes into `folder`. The tasks
+        that look import nothing of ours, so they end long before a worker would have started."""
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        bundles = placement_group_table(placement)["bundles_to_node_id"]
+        places = [PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index) for index in bundles]
+        with NamedTemporaryFile(dir=folder, prefix=".seen_") as new:
+            tasks = [ray.remote(num_cpus=0, scheduling_strategy=place)(os.path.exists) for place in places]
+            answers = self._wait("look", [task.remote(new.name) for task in tasks])
+        if blind := [hosts[node] for node, sees in zip(bundles.values(), answers, strict=True) if not sees]:
+            raise ConfigError(f"trainer.default_local_dir: {blind} do not see {folder}: name a shared disk.")
 
     def submit(self, role: str, method: str, shares: Sequence[tuple]) -> "RayPending":
         check_shares(shares, self.size)
@@ -310,11 +286,9 @@ class RemoteWorker:
         start_process(n_threads, model)
         seed_everything(seed)
 
-    def place(self, driver: str, mark: str | None) -> tuple[int, str]:
-        """Returns this process, and its machine's address if the driver's is another; refuses not to see its `mark`."""
+    def place(self, driver: str) -> tuple[int, str]:
+        """Returns this process, and its machine's address if the driver's is another."""
         host = ray.util.get_node_ip_address()
-        if mark and not os.path.exists(mark):
-            raise ConfigError(f"trainer.default_local_dir: {host} does not see {mark} of {driver}: name a shared disk.")
         return os.getpid(), "" if host == driver else host
 
     def open_store(self, size: int, alone: bool) -> tuple[str, int]:
@@ -372,79 +346,3 @@ def worker_environment(n_threads: int) -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
         **VARIABLES,
     }
-
-
-def reserve(resources: Resources) -> PlacementGroup:
-    """Reserves a placement group of one bundle a machine, on machines apart where there are as many; raises ConfigError
-    if the cluster does not have it, or others do not free it in time."""
-    line, waited = resources_line([resources], on_ray=True), 0.0
-    placement = placement_group([resources.bundle()] * resources.nodes, strategy="SPREAD")
-    while not placement.wait(PLACEMENT_SECONDS):
-        waited += PLACEMENT_SECONDS
-        line = f"{resources_line([resources], on_ray=True)}: not there, or not free, for {waited:.0f} s."
-        if waited >= resources.patience:
-            remove_placement_group(placement)
-            raise ConfigError(f"{line} Stop other jobs, or lower trainer.n_threads.", "trainer.n_threads")
-        notice(line)
-    return placement
-
-
-def resources_line(pools: Sequence[Resources], on_ray: bool, folder: str = ".") -> str:
-    """Says in a line what `pools` of workers ask for, and what is there: on this machine, or in the cluster that a run
-    `on_ray` joins; what is too little has a ✗, and is refused by that line, unless there is patience for machines."""
-    joined = on_ray and joins_cluster()
-    present = machines() if joined else [{"CPU": available_cores()[0], "GPU": torch.cuda.device_count()}]
-    marks = dict.fromkeys(KINDS, "") | dict.fromkeys(lacking(pools, present, on_ray), "✗ ")
-    each = Counter(", ".join(f"{marks[name]}{machine.get(name, 0):g} {name}" for name in KINDS) for machine in present)
-    available = " + ".join(f"{plural(count, 'machine')} × ({text})" for text, count in each.items())
-    if joined:
-        free = ", ".join(f"{ray.available_resources().get(name, 0):g} {name}" for name in KINDS)
-        available = f"Ray at {ray.get_runtime_context().gcs_address}, {available}, free: {free}"
-    requested = f"{' and '.join(map(str, pools))}, {'Ray actors' if on_ray else 'this process'}"
-    line = f"asked: {requested} · there: {available}; here {memory_and_disk(folder)}"
-    if "✗" in line and not (joined and any(pool.patience for pool in pools)):
-        remedy = "Lower trainer.n_threads, n_workers_per_node, n_gpus_per_node or nnodes, or `ray start` machines."
-        raise ConfigError(f"{line}. {remedy} {gpu_trouble() or ''}".strip(), "trainer.n_workers_per_node")
-    return line
-
-
-def lacking(pools: Sequence[Resources], present: Sequence[dict[str, float]], on_ray: bool) -> list[str]:
-    """Names what the machines `present` have too little of for the bundles of all pools; only Ray reserves cores."""
-    names, free = KINDS if on_ray else ["GPU"], [dict.fromkeys(KINDS, 0.0) | machine for machine in present]
-    bundles = [dict.fromkeys(KINDS, 0.0) | pool.bundle() for pool in pools for _ in range(pool.nodes)]
-    for bundle in sorted(bundles, key=lambda amounts: (amounts["GPU"], amounts["CPU"]), reverse=True):
-        fitting = [machine for machine in free if all(machine[name] >= bundle[name] for name in names)]
-        if not fitting:
-            return [name for name in names if max(machine[name] for machine in free) < bundle[name]] or [*names]
-        tightest = min(fitting, key=lambda amounts: (amounts["GPU"], amounts["CPU"]))
-        tightest.update({name: tightest[name] - bundle[name] for name in names})
-    return []
-
-
-def joins_cluster() -> bool:
-    """Connects this process to the Ray cluster that RAY_ADDRESS or `ray start` names, if one does, and says so: others
-    that run here are other people's. Raises ConfigError if it is not there."""
-    address, origin, file = os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS", Path(get_ray_address_file(None))
-    if address in ("", "auto") and file.is_file():
-        address, origin = file.read_text().strip(), f"{file}, of user {file.stat().st_uid}"
-    if ray.is_initialized() or address in ("", "auto", "local"):
-        return ray.is_initialized()
-    host, _, port = address.rpartition(":")
-    try:
-        if port.isdecimal() and "/" not in host:  # for a wrong one Ray takes minutes
-            check_speaks_http2(host.strip("[]"), int(port))
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # Ray does so for its "auto" alone
-        with children_apart():
-            ray.init(address=address)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{origin}: no Ray cluster answers at {address} ({first_line(error)}). `ray start` it, or set RAY_ADDRESS "
-            "to another, or to local, which starts one for this run."
-        ) from error
-    notice_once(f"this run joins the Ray cluster at {address}, which {origin} names.")
-    return True
-
-
-def machines() -> list[dict[str, float]]:
-    """Lists the resources of each machine of the Ray cluster, taken or not."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

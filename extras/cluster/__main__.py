@@ -22,7 +22,8 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from workers.ray_group import RayWorkerGroup, Resources, joins_cluster, machines
+from workers.ray_group import RayWorkerGroup
+from workers.resources import Resources, joins_cluster, machines
 
 MIB = 1 << 20
 TIMEOUT = 60  # seconds for ranks that cannot reach each other

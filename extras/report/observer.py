@@ -111,7 +111,7 @@ class RunFile:
     """The entry in run.json of this start of a run, which continues after step `resumed_from`."""
 
     def __init__(self, run: Any, resumed_from: int) -> None:
-        from workers.ray_group import Resources  # brings Ray, which a step in this process does without
+        from workers.resources import Resources  # brings Ray, which a step in this process does without
 
         self.path, self.done = run.folder / "run.json", resumed_from
         self.kind = "ppo" if isinstance(run.config, Config) else "sft"

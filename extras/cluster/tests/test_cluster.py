@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from extras.cluster.__main__ import MIB, Row, check, main, table
-from workers.ray_group import Resources
+from workers.resources import Resources
 
 
 @pytest.mark.slow
