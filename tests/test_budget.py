@@ -33,23 +33,23 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_330,
-    "core files": 84,
-    "product lines": 41_500,
+    "core lines": 17_520,
+    "core files": 82,
+    "product lines": 41_000,
     "scripts and benchmarks": 3_720,
     "names in training/": 19,
     "names in workers/": 24,
-    "names in data/": 17,
+    "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 48,
-    "modules with one importer": 60,
+    "modules under 60 lines": 45,
+    "modules with one importer": 51,
     "settings": 341,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 43_500,
+    "test lines": 42_230,
 }
 
 
@@ -192,7 +192,7 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-STEP_CEILINGS = {"files": 39, "functions": 440, "lines": 2_680, "modules": 121}
+STEP_CEILINGS = {"files": 40, "functions": 443, "lines": 2_680, "modules": 129}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():
