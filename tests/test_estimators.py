@@ -31,6 +31,7 @@ OUTCOME = {
     "gdpo", "reinforce_plus_plus_baseline", "max_rl", "spo",
 } & {*NAMES}  # fmt: skip
 TOKENWISE = [name for name in NAMES if name not in OUTCOME]  # they read rewards token by token, under the mask only
+READ_NO_REWARD = {"opd", "no_rewards"}  # as shipped
 GAMMA, LAM = 0.9, 0.8
 DIMENSIONS = {"correct": 1.0, "brief": 0.5}  # gdpo's rewards and their weights
 CONFIG = SimpleNamespace(gamma=GAMMA, gdpo_reward_keys=list(DIMENSIONS), gdpo_reward_weights=list(DIMENSIONS.values()))
@@ -69,6 +70,8 @@ class Batch:
         tokens["token_level_rewards"][~failed] = tokens["token_level_rewards"][~failed].nan_to_num(0.0)
         tokens["token_level_rewards"][torch.rand(rows) < 0.3] *= 0
         dimensions = {key: torch.where(failed, NAN, torch.randn(rows)).numpy() for key in DIMENSIONS}
+        tokens |= {"ref_log_prob": tokens["old_log_probs"] * 1.5, "prm_rewards": tokens["values"] / 2}
+        tokens["token_level_scores"] = tokens["token_level_rewards"].clone()
         index = np.array([f"prompt-{g}" for g in torch.randint(4, (rows,)).tolist()], dtype=object)
         return cls(mask, index, tokens, torch.where(failed, NAN, torch.randn(rows).double()), dimensions)
 
@@ -370,6 +373,8 @@ def equal_scores(score, lengths):
         "token_level_rewards": rewards,
         "old_log_probs": torch.rand(len(lengths), 4).log(),
         "sum_pi_squared": torch.rand(len(lengths), 4),
+        "token_level_scores": rewards,
+        "prm_rewards": torch.zeros_like(rewards),
     }
     scores = {key: np.full(len(lengths), score, dtype=np.float32) for key in DIMENSIONS}
     return Batch(mask, np.array(["a"] * len(lengths), dtype=object), tokens, torch.full((len(lengths),), score), scores)
@@ -383,12 +388,13 @@ def test_an_estimator_needs_groups_if_alone_a_sample_is_compared_with_nothing(na
     first = batch.mask.any(-1).nonzero()[0]
     scale = torch.full((len(batch.mask),), 3.0)
     scale[first] = 1
-    tokens = {**batch.tokens, "token_level_rewards": batch.tokens["token_level_rewards"] * scale[:, None]}
+    rewards = {name: batch.tokens[name] * scale[:, None] for name in ("token_level_rewards", "token_level_scores")}
+    tokens = {**batch.tokens, **rewards}
     dimensions = {key: scores * scale.numpy() for key, scores in batch.dimensions.items()}
     before = batch.estimate(name)[0]
     after = replace(batch, tokens=tokens, dimensions=dimensions).estimate(name)[0]
     own = batch.mask[first].bool()
-    assert torch.equal(before[first][own], after[first][own]) == (name in NEEDS_GROUPS | {"remax"})
+    assert torch.equal(before[first][own], after[first][own]) == (name in NEEDS_GROUPS | {"remax"} | READ_NO_REWARD)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,6 +5,8 @@ custom/tiny_model.py with their special tokens, and an image processor of patche
 tokens. All as an ordinary Hugging Face directory.
 """
 
+from configs.process import end_on_interrupt  # isort: skip
+
 import argparse
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (%(default)s)")
     arguments = parser.parse_args()
+    end_on_interrupt()
     save_tiny_model(arguments.folder, arguments.family, arguments.seed)
     print(f"wrote a model, its tokenizer and its image processor to {arguments.folder}")
 

@@ -12,7 +12,7 @@ from extras.completion.__main__ import script
     [
         ("python main.py trainer.see", ["trainer.seed="]),
         ("python main.py env.id=CartPole-v1 trainer.executor=", ["trainer.executor=local", "trainer.executor=ray"]),
-        ("python main.py --config-name frozenlake_p", ["frozenlake_ppo"]),
+        ("python main.py --config-name frozenlake_pp", ["frozenlake_ppo"]),
         ("python main.py recipe=dap", ["recipe=dapo"]),
         ("python other.py trainer.see", []),
     ],
