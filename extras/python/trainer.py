@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, is_on_purpose
+from configs.extras import has
 from configs.import_utils import split_object
 from configs.loader import compose
 from configs.schema import Config
@@ -110,6 +111,7 @@ class Trainer:
         rows = write_rows(prompts, self.folder / "prompts.jsonl")
         settings = {**NEWEST, "env.id": None, "env.mode": "step"}
         settings |= {"data.train_files": None, "data.val_files": rows, "data.filter_overlong_prompts": False}
+        settings |= {"trainer.log_val_generations": 0} if has("observer", "watch") else {}
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             self._run(lambda responses: answers.extend(responses) or [0.0] * len(responses), settings)
         return answers

@@ -151,7 +151,7 @@ def test_every_setting_that_a_page_names_exists(page: Path):
     schemas = [OmegaConf.structured(schema) for schema in entries]
     sections = {*chain(*schemas), *(key.partition(".")[0] for key in COMMON.renamed)}
     own = rf"(?:{'|'.join(sections)})(?:\.[a-z_]\w*)+"
-    named = set(re.findall(rf"(?<![\w/.])(?!data\.(?:md|types)){own}(?![\w/([])", text))
+    named = set(re.findall(rf"(?<![\w/.])(?!(?:data|distillation)\.(?:md|types)){own}(?![\w/([])", text))
     assert named
     others = {"reward_model.ground_truth", "algorithm.token_price"}  # a column, and what CONTRIBUTING.md's example adds
     known = others | {key for schema in schemas for key in known_keys(schema)}
