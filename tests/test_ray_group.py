@@ -534,7 +534,8 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = gpu_trouble(tmp_path)
     assert (found is None) if said is None else re.search(said, found)
-    monkeypatch.setattr(ray_group, "gpu_trouble", lambda: found)
+    for module in (ray_group, resources):
+        monkeypatch.setattr(module, "gpu_trouble", lambda: found)
     check_machine(compose())
     shown = capsys.readouterr().err
     assert shown == "" if said is None else "This run uses the CPU; trainer.n_gpus_per_node=0 says" in shown
