@@ -75,8 +75,8 @@ def check_has_head(config: PretrainedConfig, model_key: str, head: type = AutoMo
 
 def check_same_tokens(policy: PretrainedModelConfig, path: str, key: str) -> None:
     """Raises ValueError unless the model at `path`, which `key` names, reads token ids as the policy does."""
-    own, other = load_tokenizer(policy), load_tokenizer(policy.at(path))
-    if own.get_vocab() != other.get_vocab():
+    tokenizer, others_tokenizer = load_tokenizer(policy), load_tokenizer(policy.at(path))
+    if tokenizer.get_vocab() != others_tokenizer.get_vocab():
         raise ValueError(f"{key}={path} has other tokens than the policy, whose token ids it would score.")
 
 

@@ -151,9 +151,9 @@ def rows_looked_at(loader: PromptLoader) -> list[int]:
 def check_roles(config: Config, trainer_reads: Collection[str] = ()) -> None:
     """Has each role of a run check its settings; raises ConfigError, also for settings of a role that there is not."""
     needed = needed_roles(config, trainer_reads)
-    own = [name for name, spec in ROLES.items() if not isinstance(spec.section, str)]
-    for name in config.roles.keys() - own:
-        raise ConfigError(f"roles.{name}: no role of this name has settings there.{did_you_mean(name, own)}")
+    with_section = [name for name, spec in ROLES.items() if not isinstance(spec.section, str)]
+    for name in config.roles.keys() - with_section:
+        raise ConfigError(f"roles.{name}: no role of this name has settings there.{did_you_mean(name, with_section)}")
     if teaches(config) and not config.trainer.val_only and "ref" not in needed:
         raise ConfigError(
             f"{TEACHER_KEY}.path names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor."
