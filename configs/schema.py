@@ -135,8 +135,9 @@ class PretrainedModelConfig(Frozen):
         return self
 
     def at(self, path: str) -> Any:
-        """Returns the settings of another model, which is at `path`, as it is."""
-        return replace(self.without_adapter(), path=path, tokenizer_path=None, override_config={})
+        """Returns the settings of a whole model at `path`: those of this one if it is there, else none of its own."""
+        whole = self.without_adapter()
+        return whole if path == self.path else replace(whole, path=path, tokenizer_path=None, override_config={})
 
 
 @dataclass

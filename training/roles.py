@@ -46,7 +46,8 @@ class RoleSpec:
         section: its settings in the config, or a dataclass of defaults: they are set at roles.NAME. One that learns has
             optim, ppo_epochs, ppo_mini_batch_size and shuffle.
         head: transformers' class of its model, whose path the section has at model.path.
-        model: where models are set elsewhere: returns of a config their settings by the keys of their paths.
+        model: where models are set elsewhere: returns of a config their settings by the keys of their paths; of a role
+            that learns, the first does.
         columns: that its method `compute` makes of a batch; `compute` is called with rows and `arguments`.
         arguments: of `compute`: the sampling "temperature", the "columns" that are read.
         objects: columns of objects that it reads.

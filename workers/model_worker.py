@@ -201,7 +201,8 @@ def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, in
         has_adapter = policy.adapter != "none" and model.path == policy.path
         if has_adapter and spec.like_policy and not spec.update:
             continue  # it is the policy without its adapter
-        optim = spec.settings(config).optim if spec.update and not (has_adapter and spec.name == "actor") else None
+        learns = spec.update and key == next(iter(spec.models(config)))
+        optim = spec.settings(config).optim if learns and not (has_adapter and spec.name == "actor") else None
         layout, size = layouts.get(spec.name, layouts["policy"]), parameter_count(model, key, spec.head)
         role_bytes[spec.name] = role_bytes.get(spec.name, 0) + layout.bytes_held(size, optim)
     return role_bytes

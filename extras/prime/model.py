@@ -8,15 +8,14 @@ from torch import Tensor
 from data.protocol import DataProto
 from data.seeding import forked_rng
 from extras.prime.estimator import SUMMED, row_losses
-from extras.prime.role import LEARNS_FROM, reference_column
-from extras.prime.settings import KEY, PrimeConfig, at_path
+from extras.prime.role import LEARNS_FROM, models
+from extras.prime.settings import KEY, PrimeConfig
 from training.losses import masked_sum, zero_masked
 from training.mini_batches import Update
-from workers.dp_actor import ReferencePolicy
+from workers.dp_actor import ReferencePolicy, build_teacher
 from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 from workers.model_worker import ModelWorker
-from workers.models import frozen_copy
 
 
 class ProcessRewardModel(TrainedModel):
@@ -87,14 +86,8 @@ class ProcessRewardModel(TrainedModel):
 
 def build_prm(worker: ModelWorker) -> ProcessRewardModel:
     config, policy = worker.config.algorithm.prime, worker.config.actor_rollout_ref
-    module = worker.load_policy(at_path(policy.model, config.model.path), "policy", key=f"{KEY}.model")
-    reference = None
-    if reference_column(worker.config) == "prm_ref_log_prob":
-        frozen = worker.load_policy(at_path(policy.model, config.model.ref_path), "ref", key=f"{KEY}.model")
-        if not frozen.parallel.lockstep:
-            frozen = frozen_copy(frozen, worker.dtype)
-            frozen.parallel = worker.layouts["ref"]
-        at_work = frozen.parallel.at_work(frozen.eval().requires_grad_(False))
-        reference = ReferencePolicy(frozen, MicroBatchSize.of_scoring(policy.ref), worker.policy.autocast, at_work)
+    [start, *compared] = models(worker.config).values()
+    engine = worker.train(worker.load_policy(start, "policy", key=f"{KEY}.model"), config.optim)
+    reference = build_teacher(worker, compared[0].path, f"{KEY}.model") if compared else None
     sizes = MicroBatchSize.of_updates(policy.actor), MicroBatchSize.of_scoring(policy.ref)
-    return ProcessRewardModel(config, worker.train(module, config.optim), *sizes, reference)
+    return ProcessRewardModel(config, engine, *sizes, reference)

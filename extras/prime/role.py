@@ -3,7 +3,7 @@
 from transformers import AutoModelForCausalLM
 
 from configs.errors import ConfigError
-from configs.schema import Config
+from configs.schema import Config, PretrainedModelConfig
 from data.pretrained import check_same_tokens
 from extras.prime.settings import KEY
 from training.roles import RoleSpec
@@ -23,6 +23,14 @@ def reference_column(config: Config) -> str:
     return "ref_log_prob" if is_policys else "prm_ref_log_prob"
 
 
+def models(config: Config) -> dict[str, PretrainedModelConfig]:
+    """Returns the settings of the model and, unless the policy's reference stands for it, of what it is compared with,
+    by the keys of their paths."""
+    paths, is_own = config.algorithm.prime.model, reference_column(config) == "prm_ref_log_prob"
+    listed = {"path": paths.path} | ({"ref_path": paths.ref_path} if is_own else {})
+    return {f"{KEY}.model.{name}": config.policy_model.at(path) for name, path in listed.items()}
+
+
 def check_models(config: Config) -> None:
     """Raises ConfigError unless both models have the policy's tokens, and are split as the policy is."""
     models, policy = config.algorithm.prime.model, config.policy_model
@@ -38,6 +46,7 @@ ROLE = RoleSpec(
     build="extras.prime.model:build_prm",
     section="algorithm.prime",
     head=AutoModelForCausalLM,
+    model=models,
     columns=("prm_log_probs", "prm_ref_log_prob"),
     compute="compute_prm",
     arguments=("columns",),

@@ -1,12 +1,12 @@
 """The settings of PRIME, among those of the algorithm; configs/schema.py, which is imported first, puts them there."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import II, OmegaConf
 
 from configs.errors import ConfigError
-from configs.schema import ModelConfig, OptimConfig
+from configs.schema import OptimConfig
 from configs.settings import Frozen, group, setting
 
 KEY = "algorithm.prime"
@@ -81,12 +81,6 @@ class PrimeConfig(Frozen):
                 f"{name}=true with algorithm.adv_estimator=prime, which reads the outcome alone: leave it out "
                 "(actor_rollout_ref.actor.use_kl_loss=true holds the policy back)."
             )
-
-
-def at_path(model: ModelConfig, path: str | None) -> ModelConfig:
-    """Returns the settings of a whole model at `path` that reads the tokens of the policy's, `model`."""
-    plain = model.without_adapter()
-    return plain if path == plain.path else replace(plain, path=path, override_config={})
 
 
 @dataclass

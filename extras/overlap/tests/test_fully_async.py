@@ -20,7 +20,7 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.types import Completion, SamplingParams
 from extras.overlap.fully_async import AsyncRollout
 from extras.overlap.generator import ReloadingEngine
-from extras.overlap.tests.test_overlap import APART, assert_same_weights, trained
+from extras.overlap.tests.test_overlap import ALGORITHMS, APART, assert_same_weights, trained
 from tests.runs import compose, needs_vllm
 from training.ray_trainer import RayPPOTrainer
 from training.roles import ROLES, WorkerError
@@ -116,10 +116,11 @@ def test_a_change_of_weights_that_fails_is_told_to_who_asked_and_to_clients(tiny
     assert str(asked.exception()) == "the wire is cut"
 
 
-def test_without_staleness_a_run_is_the_synchronous_one(cluster, tiny_model, tmp_path):
-    together = trained(tmp_path / "together", tiny_model, "trainer.executor=ray", "trainer.n_threads=1")
+@pytest.mark.parametrize("more", [[], ALGORITHMS["process rewards"]], ids=str)
+def test_without_staleness_a_run_is_the_synchronous_one(cluster, tiny_model, tmp_path, more):
+    together = trained(tmp_path / "together", tiny_model, "trainer.executor=ray", "trainer.n_threads=1", *more)
     settings = [*APART, "trainer.async_mode=fully_async", "trainer.max_staleness=0"]
-    ahead = trained(tmp_path / "ahead", tiny_model, *settings)
+    ahead = trained(tmp_path / "ahead", tiny_model, *settings, *more)
     ahead = {step: {name: ahead[step][name] for name in ahead[step] if "staleness" not in name} for step in ahead}
     assert ahead == together
     assert_same_weights(tmp_path / "together", tmp_path / "ahead")

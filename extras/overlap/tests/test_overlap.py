@@ -54,6 +54,7 @@ ALGORITHMS = {
     "critic and reference": ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"],
     "refills": ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3"],
     "resampling": ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"],
+    "process rewards": ["recipe=prime", "algorithm.filter_groups.enable=false"],
     "reward model": ["reward_model.enable=true", "reward.reward_model.function_weight=1"],
     "curriculum": [
         "data.sampler.class_path=extras/curriculum/curriculum.py",
@@ -84,7 +85,7 @@ class TakingTurns(RayPPOTrainer):
         return now
 
 
-@pytest.mark.parametrize("algorithm", ["critic and reference", "refills", "curriculum", "episodes"])
+@pytest.mark.parametrize("algorithm", ["critic and reference", "refills", "process rewards", "curriculum", "episodes"])
 def test_a_step_off_on_ray_is_a_trainer_that_takes_turns_in_one_process(cluster, tiny_model, tmp_path, algorithm):
     settings = [*ALGORITHMS[algorithm], "trainer.n_threads=1"]
     beside = trained(tmp_path / "beside", tiny_model, *AHEAD, *settings)
