@@ -155,9 +155,7 @@ def check_episodes(config: Config) -> None:
 
 
 def check_rewards(config: Config) -> None:
-    n, source, manager = config.actor_rollout_ref.rollout.n, config.reward.source(), config.reward.reward_manager
-    if config.algorithm.filter_groups.enable and n < 2:
-        raise ConfigError(f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={n}: one sample cannot differ.")
+    source, manager = config.reward.source(), config.reward.reward_manager
     if manager != type(manager)() and source and (config.env.id or config.reward.scorer != "functions"):
         raise ConfigError(
             f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers, "

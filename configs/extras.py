@@ -82,6 +82,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "pools": {"split": "extras.overlap.pools:split", "rollout": "extras.overlap.pools:ApartRollout"},
     "trainer": {  # each makes one of another's class
+        "algorithm.filter_groups.enable": "extras.algorithms.dynamic_sampling:dynamic_sampling",
         "trainer.async_mode=one_step_off": "extras.overlap.one_step_off:one_step_off",
         "trainer.async_mode=fully_async": "extras.overlap.fully_async:fully_async",
         "trainer.save_rollouts": "extras.replay.replay:saving",
@@ -196,6 +197,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "algorithms": (
         *("policy_loss.clip_cov_", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef", "policy_loss.dro_beta"),
         *("actor.tau_", "actor.gvpo_beta", "actor.dpo_beta", "algorithm.gdpo_reward_", "trainer.spo"),
+        "algorithm.filter_groups",
     ),
     "replay": ("trainer.save_rollouts", "trainer.replay_rollouts"),
     "verl": ("agent.agent_loop_config_path", "agent.trust_logprobs"),
@@ -209,22 +211,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
         *("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n_workers_per_node", "rollout.pool_roles"),
         *("trainer.async_mode", "trainer.max_staleness", "trainer.batch_order", "trainer.replay"),
     ),
-}
-MOVED = {  # old name → new name of a module that users run or name
-    "training.report": "python -m extras.report",
-    "training.sft_trainer": "python -m extras.sft",
-    "training.model_merger": "python -m extras.merge",
-    "training.try_reward": "python -m extras.try_reward",
-    "training.reward": "python -m extras.try_reward",
-    "training.from_verl": "python -m extras.verl",
-    "training.main_eval": "python -m extras.evaluation.main_eval",
-    "training.main_generation": "python -m extras.evaluation.main_generation",
-    "training.main_server": "python -m extras.server",
-    "training.judge": "extras.judge.judge",
-    "data.curriculum": "extras.curriculum.curriculum",
-    **{f"workers.tools.{name}": f"extras.tools.{name}" for name in ("calculator", "gsm8k", "search")},
-    "workers.tools.sandbox": "extras.sandbox.tool",
-    **{f"workers.interactions.{name}": f"extras.interactions.{name}" for name in ("endpoint", "gsm8k", "scripted")},
 }
 
 

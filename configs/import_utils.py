@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from configs.errors import is_users
-from configs.extras import MOVED, find, present
+from configs.extras import find, present
 from configs.paths import find_path
 
 
@@ -93,8 +93,7 @@ def load_module(path: str, key: str = "") -> ModuleType:
     except Exception as error:  # whatever a user's file raises is passed on as the cause
         is_missing = isinstance(error, ModuleNotFoundError) and f"{dotted}.".startswith(f"{error.name}.")
         if not is_file and is_missing:  # itself, or a package above it
-            state = f"it is {MOVED[dotted]} now" if dotted in MOVED else f"neither a file in {Path.cwd()} nor a module"
-            raise ModuleNotFoundError(f"{origin}: {state}.") from None
+            raise ModuleNotFoundError(f"{origin}: neither a file in {Path.cwd()} nor a module.") from None
         raise RuntimeError(f"Error loading module from {origin}: {type(error).__name__}: {error}") from error
 
 

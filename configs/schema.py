@@ -464,15 +464,6 @@ class KLControlConfig(Frozen):
 
 
 @dataclass
-class FilterGroupsConfig(Frozen):
-    enable: bool = setting(False, "Generate until enough groups differ in `metric` within themselves (DAPO).")
-    metric: str = setting("reward", "Score (reward), or a number beside it; groups with equal values are dropped.")
-    accuracy_lower_bound: float | None = setting(None, "Drop groups whose mean of it is lower, too.")
-    accuracy_upper_bound: float | None = setting(None, "Drop groups whose mean of it is higher, too.")
-    max_num_gen_batches: int = setting(10, "Most generations per step, then equal groups fill up; 0: any.", ge=0)
-
-
-@dataclass
 class AlgorithmConfig(*(section(extra) for extra in ("rollout_correction", "pf_ppo", "algorithms", "prime")), Open):
     keeps = "adv_estimator_kwargs"
 
@@ -484,7 +475,6 @@ class AlgorithmConfig(*(section(extra) for extra in ("rollout_correction", "pf_p
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
     kl_penalty: str = setting("kl", "Estimator of the KL in the reward.", choices=KL_KINDS)
     kl_ctrl: KLControlConfig = group(KLControlConfig, "Coefficient of the KL in the reward.")
-    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
 
 
 @dataclass

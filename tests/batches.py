@@ -187,3 +187,18 @@ def random_groups(seed: int) -> list[list[list[Turn]]]:
         return [turn(place == turns - 1) for place in range(turns)]
 
     return [[episode() for _ in range(rng.integers(1, 5))] for _ in range(rng.integers(1, 4))]
+
+
+def scored(scores: list[float], uids: str, failed: tuple[int, ...] = (), **columns) -> DataProto:
+    """A row of two tokens for each of `scores`, of the group that its letter in `uids` names."""
+    mask = torch.ones(len(scores), 2, dtype=torch.int64)
+    mask[list(failed)] = 0
+    tensors = {
+        "response_mask": mask,
+        "token_level_scores": torch.tensor([[0.0, score] for score in scores]),
+        "number": torch.arange(len(scores)),  # to know the rows by, wherever they go
+    }
+    batch = DataProto.from_single_dict({**tensors, "uid": list(uids), "name": [str(i) for i in range(len(scores))]})
+    batch.non_tensor_batch |= {name: np.array(values, dtype=object) for name, values in columns.items()}
+    batch.meta_info["reward_extra_keys"] = list(columns)
+    return batch

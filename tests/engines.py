@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from configs.extras import asked_for
 from configs.schema import Config, RolloutConfig
 from data.protocol import DataProto
 from data.seeding import derive_seed
@@ -155,7 +157,8 @@ def trainer_on(
     rollout.spec, rollout.group = SimpleNamespace(update=None, columns=()), SimpleNamespace(size=1)
     parts = {"train_loader": None, "total_steps": 1} | parts
     roles = {"rollout": rollout, "actor": rollout}
-    trainer = RayPPOTrainer(config, tokenizer=tokenizer, roles=roles, reward=reward, **parts)
+    made = reduce(lambda made, make: make(made, config), asked_for("trainer", config), RayPPOTrainer)
+    trainer = made(config, tokenizer=tokenizer, roles=roles, reward=reward, **parts)
     trainer.global_step = 1
     return trainer
 

@@ -33,7 +33,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_520,
+    "core lines": 17_414,
     "core files": 82,
     "product lines": 41_000,
     "scripts and benchmarks": 3_720,
@@ -42,7 +42,7 @@ CEILINGS = {
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 45,
+    "modules under 60 lines": 44,
     "modules with one importer": 51,
     "settings": 341,  # verl's keys of distillation are 13
     "file names in two folders": 16,

@@ -11,7 +11,7 @@ from data.protocol import DataProto
 from data.types import FAILED_END_REASONS
 from tests.batches import Turn, episode_batch, random_groups
 from training.advantage import Estimator, kl_in_reward
-from training.collection import groups_by_signal, rows_with_signal, sample_metrics
+from training.collection import sample_metrics
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
 from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
@@ -106,16 +106,6 @@ def test_failed_episodes_change_no_statistic(history, seed):
         {name: value for name, value in without.items() if not name.startswith(values)}
     )
     torch.testing.assert_close(advantages, expected)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_selection_counts_episodes(seed):
-    transcript, turns = both(seed)
-    of_row = EpisodeRows(turns).of_row
-    for metric in ("score", "correct"):
-        assert torch.equal(rows_with_signal(turns, metric), rows_with_signal(transcript, metric)[of_row])
-        for rows, others in zip(groups_by_signal(transcript, metric), groups_by_signal(turns, metric), strict=True):
-            assert [{*transcript.uid[group]} for group in rows] == [{*turns.uid[group]} for group in others]
 
 
 def test_the_kl_controller_sees_the_mean_over_episodes():

@@ -73,7 +73,8 @@ def is_whole(recipe: str) -> bool:
     text = (ROOT / f"configs/recipe/{recipe}.yaml").read_text()
     chosen = re.findall(r"(?:adv_estimator|loss_mode): (\w+)", text)
     stage = "use_pf_ppo" not in text or has("stage", "algorithm.use_pf_ppo")
-    return stage and {*chosen} <= {*ADV_ESTIMATOR_REGISTRY, *POLICY_LOSS_REGISTRY}
+    filters = "filter_groups" not in text or has("trainer", "algorithm.filter_groups.enable")
+    return stage and filters and {*chosen} <= {*ADV_ESTIMATOR_REGISTRY, *POLICY_LOSS_REGISTRY}
 
 
 RECIPES = [*filter(is_whole, options("recipe"))]

@@ -1,65 +1,21 @@
-"""Chooses groups of samples that teach something (dynamic sampling, DAPO), and tells samplers and datasets of a step.
+"""Tells samplers and datasets what a step has learnt from, and which rows it has left out.
 
 Pure functions of a batch. An episode of several rows is one sample, and its score theirs together.
 """
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data.protocol import DataProto
 from data.sampler import Dynamic, PromptLoader, hears_metrics
-from training.core_algos import Groups
 from training.episode_rows import EpisodeRows
 from training.losses import masked_sum
-from training.mini_batches import rows_by_prompt
 
-TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
 LATER = ("advantages", "returns")  # computed after rows were left out
 
 
-def groups_by_signal(batch: DataProto, metric: str, *bounds: float | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the rows of each group with signal (`rows_with_signal`), and those of each of the others."""
-    groups, has_signal = rows_by_prompt(batch), rows_with_signal(batch, metric, *bounds).tolist()
-    return [rows for rows in groups if has_signal[rows[0]]], [rows for rows in groups if not has_signal[rows[0]]]
-
-
-def rows_with_signal(batch: DataProto, metric: str, low: float | None = None, high: float | None = None) -> Tensor:
-    """Returns [B] bool: rows of the groups (rows of one uid) whose completed samples differ in `metric`, and whose mean
-    of it is from `low` to `high`.
-
-    `metric` is "score" (or "reward", or of a reward that returns a lone number "acc", as in verl), the sum of
-    token_level_scores, or a numeric column such as what the reward returned beside the score. Raises ValueError if
-    there is no such column, or it holds anything but numbers.
-    """
-    episodes = EpisodeRows(batch)
-    values = metric_of_episodes(episodes, metric)
-    groups = Groups(batch.uid[episodes.last_row], episodes.is_complete()[:, None])
-    spread = groups.reduce(values, "amax") - groups.reduce(values, "amin")
-    has_signal = spread > TOLERANCE * groups.reduce(values.abs(), "amax").clamp(min=1)
-    for bound, sign in ((low, 1), (high, -1)):
-        has_signal &= bound is None or sign * (groups.mean(values) - bound) >= -TOLERANCE
-    return has_signal[episodes.of_row]
-
-
-def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:
-    """Returns what `rows_with_signal` compares, [E] float32; a column's numbers are those of an episode's last row."""
-    batch = episodes.batch
-    returned, is_column = batch.meta_info.get("reward_extra_keys"), metric in batch.non_tensor_batch
-    if metric in ("score", "reward") or (metric == "acc" and not returned and not is_column):
-        return episodes.scores()
-    key = f"algorithm.filter_groups.metric={metric}"
-    if not is_column:
-        choices = f", or one of {returned}" if returned else ", or let it return a dict with score and others"
-        raise ValueError(f"{key}: the reward returns no such number. Use score{choices}.")
-    try:
-        return torch.tensor([float(value) for value in batch.non_tensor_batch[metric][episodes.last_row]])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{key}: the reward must return a number under that name in every row; {error}.") from error
-
-
 def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto | None) -> None:
-    """Updates the sampler and the dataset after a step, by its `batch` and the rows that dynamic sampling left out.
+    """Updates the sampler and the dataset after a step, by its `batch` and the rows that it has left out.
 
     A sampler is called as `update(batch)`, with the rows left out last (`with_left_out`), or as
     `update(indices, metrics)`: the positions of the samples that did not fail in the dataset, [E] int64, and numbers of

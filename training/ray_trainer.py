@@ -6,7 +6,6 @@ run nor what runs there. A role that is added to the table takes part without a 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +17,7 @@ from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from data.types import FAILED_END_REASONS, SamplingParams
 from training.advantage import Estimator, estimator_needs, measure_mismatch, token_level_rewards
-from training.collection import groups_by_signal, update_sampler
+from training.collection import update_sampler
 from training.environment import EnvSetup, assign_agents, episode_prompts, episode_seeds
 from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
 from training.losses import get_kl_controller
@@ -30,7 +29,7 @@ from training.metric_utils import (
     reduce_metrics,
     timer,
 )
-from training.mini_batches import PolicyUpdates, Update, mini_batches, rows_by_prompt
+from training.mini_batches import PolicyUpdates, Update, mini_batches
 from training.reward import RewardManager, add_scores, concat_scored, reward_metrics
 from training.roles import columns_read, stages
 from training.run import Metrics, Run
@@ -131,28 +130,9 @@ class RayPPOTrainer(Run):
         return batch, metrics
 
     def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
-        """Collects scored responses to the prompts of a step.
-
-        With algorithm.filter_groups, the samples of every group differ, by drawing further prompts if need be
-        (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
-        """
+        """Collects scored responses to the prompts of a step."""
         batch, metrics = self.draw(step, 0, timing)
-        settings = self.config.algorithm.filter_groups
-        if not settings.enable:
-            return Rollouts(batch, metrics | reward_metrics(batch))
-        needed, draws = len(rows_by_prompt(batch)), 1
-        teaches = settings.metric, settings.accuracy_lower_bound, settings.accuracy_upper_bound
-        differ, tie = groups_by_signal(batch, *teaches)
-        while len(differ) < needed and draws != settings.max_num_gen_batches:
-            further, metrics = self.draw(step, draws, timing)
-            batch = concat_scored([batch, further])
-            differ, tie = groups_by_signal(batch, *teaches)
-            draws += 1
-        groups = [*differ, *tie]
-        metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
-        metrics |= reward_metrics(batch)  # of all that was drawn, as the scores decide what stays
-        left_out = batch.select_idxs([*chain(*groups[needed:])]) if len(groups) > needed else None
-        return Rollouts(batch.select_idxs([*chain(*groups[:needed])]), metrics, left_out)
+        return Rollouts(batch, metrics | reward_metrics(batch))
 
     def draw(self, step: int, number: int, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
         """Samples and scores responses to the next prompts, as draw `number` of a step.

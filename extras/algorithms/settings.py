@@ -8,7 +8,21 @@ from configs.settings import Frozen, group, setting
 
 
 @dataclass
+class FilterGroupsConfig(Frozen):
+    enable: bool = setting(False, "Generate until enough groups differ in `metric` within themselves (DAPO).")
+    metric: str = setting("reward", "Score (reward), or a number beside it; groups with equal values are dropped.")
+    accuracy_lower_bound: float | None = setting(None, "Drop groups whose mean of it is lower, too.")
+    accuracy_upper_bound: float | None = setting(None, "Drop groups whose mean of it is higher, too.")
+    max_num_gen_batches: int = setting(10, "Most generations per step, then equal groups fill up; 0: any.", ge=0)
+
+    def check(self, config: Any, key: str) -> None:
+        if self.enable and (n := config.actor_rollout_ref.rollout.n) < 2:
+            raise ConfigError(f"{key}.enable=true with actor_rollout_ref.rollout.n={n}: one sample cannot differ.")
+
+
+@dataclass
 class Settings(Frozen):
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
     gdpo_reward_keys: list[str] | None = setting(None, "For gdpo: numbers beside the score, normalised one by one.")
     gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: the weights of those numbers; null: 1 each.")
 

@@ -48,11 +48,12 @@ class DryRun(Training):
         }
         settings |= {
             "data.train_batch_size": prompts,
-            "algorithm.filter_groups.max_num_gen_batches": 1,
             "trainer.critic_warmup": 0,
             "trainer.total_training_steps": 1,
             "trainer.resume_mode": "disable",
         }
+        if "filter_groups" in config.algorithm:
+            settings["algorithm.filter_groups.max_num_gen_batches"] = 1
         return with_settings(config, settings)
 
     @staticmethod

@@ -69,7 +69,8 @@ class Settings(Frozen):
                 f"{mode} learns from tokens of older weights: set algorithm.rollout_correction.rollout_is=token, or "
                 "bypass_mode=true, which takes a pass less."
             )
-        if fully and self.max_staleness and config.algorithm.filter_groups.enable:
+        filters = config.algorithm.get("filter_groups")
+        if fully and self.max_staleness and filters and filters.enable:
             raise ConfigError(f"{mode} draws batches ahead: leave out algorithm.filter_groups, or one_step_off has it.")
         if fully and self.batch_order == "first_come" and config.algorithm.adv_estimator == "remax":
             raise ConfigError(

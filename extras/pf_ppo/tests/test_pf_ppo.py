@@ -9,9 +9,8 @@ import torch
 from data.protocol import DataProto
 from extras.pf_ppo.settings import PFPPOConfig
 from extras.pf_ppo.stage import draw_rows, pf_ppo_weights
-from tests.batches import Turn, episode_batch
+from tests.batches import Turn, episode_batch, scored
 from tests.test_ray_trainer import ALL_ROWS, MINI, make_trainer
-from tests.test_selection import scored
 
 SCORES = [3.0, 7.0, -2.0, 0.0, 1.0]
 FAILED, COMPLETED = (1,), (0, 2, 3, 4)

@@ -1,29 +1,12 @@
 """Dynamic sampling keeps the groups that differ."""
 
-import numpy as np
 import pytest
 import torch
 
-from data.protocol import DataProto
-from training.collection import rows_with_signal
-
-
-def scored(scores: list[float], uids: str, failed: tuple[int, ...] = (), **columns) -> DataProto:
-    """A row of two tokens for each of `scores`, of the group that its letter in `uids` names."""
-    mask = torch.ones(len(scores), 2, dtype=torch.int64)
-    mask[list(failed)] = 0
-    tensors = {
-        "response_mask": mask,
-        "token_level_scores": torch.tensor([[0.0, score] for score in scores]),
-        "number": torch.arange(len(scores)),  # to know the rows by, wherever they go
-    }
-    batch = DataProto.from_single_dict({**tensors, "uid": list(uids), "name": [str(i) for i in range(len(scores))]})
-    batch.non_tensor_batch |= {name: np.array(values, dtype=object) for name, values in columns.items()}
-    batch.meta_info["reward_extra_keys"] = list(columns)
-    return batch
-
-
-# Groups with signal
+from extras.algorithms.dynamic_sampling import groups_by_signal, rows_with_signal
+from tests.batches import scored
+from tests.test_episodes import both
+from training.episode_rows import EpisodeRows
 
 
 def test_rows_of_groups_that_differ_have_signal_wherever_they_stand():
@@ -40,9 +23,8 @@ def test_groups_whose_mean_lies_beyond_the_bounds_are_left_out():
 
 
 def test_a_failed_row_makes_no_difference():
-    assert (
-        rows_with_signal(scored([1, 0, 1, 0, 0, 0], "aabbcc", failed=(1, 2, 3, 4, 5)), "score").tolist() == [False] * 6
-    )
+    batch = scored([1, 0, 1, 0, 0, 0], "aabbcc", failed=(1, 2, 3, 4, 5))
+    assert rows_with_signal(batch, "score").tolist() == [False] * 6
     beside = scored([1, 0, 2], "aaa", failed=(1,))
     assert rows_with_signal(beside, "score").tolist() == [True] * 3  # its group does not break up
 
@@ -72,3 +54,13 @@ def test_a_metric_that_is_missing_or_no_number_is_refused_by_name(metric, says):
     batch = scored([0, 1], "aa", acc=[1.0, None], word=["yes", "no"])
     with pytest.raises(ValueError, match=rf"^algorithm\.filter_groups\.{says}"):
         rows_with_signal(batch, metric)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_selection_counts_episodes(seed):
+    transcript, turns = both(seed)
+    of_row = EpisodeRows(turns).of_row
+    for metric in ("score", "correct"):
+        assert torch.equal(rows_with_signal(turns, metric), rows_with_signal(transcript, metric)[of_row])
+        for rows, others in zip(groups_by_signal(transcript, metric), groups_by_signal(turns, metric), strict=True):
+            assert [{*transcript.uid[group]} for group in rows] == [{*turns.uid[group]} for group in others]

@@ -1,0 +1,86 @@
+"""Draws further prompts until enough groups of samples teach something (dynamic sampling of DAPO, arXiv:2503.14476).
+
+An episode of several rows is one sample, and its score theirs together.
+"""
+
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from configs.schema import Config
+from data.protocol import DataProto
+from training.core_algos import Groups
+from training.episode_rows import EpisodeRows
+from training.mini_batches import rows_by_prompt
+from training.ray_trainer import RayPPOTrainer, Rollouts
+from training.reward import concat_scored, reward_metrics
+
+TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
+
+
+def dynamic_sampling(trainer_class: type[RayPPOTrainer], config: Config) -> type[RayPPOTrainer]:
+    """Makes a trainer that samples dynamically of any other; a `collect` of the user's goes first."""
+    bases = (DynamicSampling,) if trainer_class is RayPPOTrainer else (trainer_class, DynamicSampling)
+    return type(f"DynamicSampling{trainer_class.__name__}", bases, {})
+
+
+class DynamicSampling(RayPPOTrainer):
+    """Learns from groups whose samples differ, by drawing further prompts if need be; after max_num_gen_batches, groups
+    that tie fill the batch up."""
+
+    def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
+        batch, metrics = self.draw(step, 0, timing)
+        needed, draws, settings = len(rows_by_prompt(batch)), 1, self.config.algorithm.filter_groups
+        teaches = settings.metric, settings.accuracy_lower_bound, settings.accuracy_upper_bound
+        differ, tie = groups_by_signal(batch, *teaches)
+        while len(differ) < needed and draws != settings.max_num_gen_batches:
+            further, metrics = self.draw(step, draws, timing)
+            batch = concat_scored([batch, further])
+            differ, tie = groups_by_signal(batch, *teaches)
+            draws += 1
+        groups = [*differ, *tie]
+        metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
+        metrics |= reward_metrics(batch)  # of all that was drawn, as the scores decide what stays
+        left_out = batch.select_idxs([*chain(*groups[needed:])]) if len(groups) > needed else None
+        return Rollouts(batch.select_idxs([*chain(*groups[:needed])]), metrics, left_out)
+
+
+def groups_by_signal(batch: DataProto, metric: str, *bounds: float | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the rows of each group with signal (`rows_with_signal`), and those of each of the others."""
+    groups, has_signal = rows_by_prompt(batch), rows_with_signal(batch, metric, *bounds).tolist()
+    return [rows for rows in groups if has_signal[rows[0]]], [rows for rows in groups if not has_signal[rows[0]]]
+
+
+def rows_with_signal(batch: DataProto, metric: str, low: float | None = None, high: float | None = None) -> Tensor:
+    """Returns [B] bool: rows of the groups (rows of one uid) whose completed samples differ in `metric`, and whose mean
+    of it is from `low` to `high`.
+
+    `metric` is "score" (or "reward", or of a reward that returns a lone number "acc", as in verl), the sum of
+    token_level_scores, or a numeric column such as what the reward returned beside the score. Raises ValueError if
+    there is no such column, or it holds anything but numbers.
+    """
+    episodes = EpisodeRows(batch)
+    values = metric_of_episodes(episodes, metric)
+    groups = Groups(batch.uid[episodes.last_row], episodes.is_complete()[:, None])
+    spread = groups.reduce(values, "amax") - groups.reduce(values, "amin")
+    has_signal = spread > TOLERANCE * groups.reduce(values.abs(), "amax").clamp(min=1)
+    for bound, sign in ((low, 1), (high, -1)):
+        has_signal &= bound is None or sign * (groups.mean(values) - bound) >= -TOLERANCE
+    return has_signal[episodes.of_row]
+
+
+def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:
+    """Returns what `rows_with_signal` compares, [E] float32; a column's numbers are those of an episode's last row."""
+    batch = episodes.batch
+    returned, is_column = batch.meta_info.get("reward_extra_keys"), metric in batch.non_tensor_batch
+    if metric in ("score", "reward") or (metric == "acc" and not returned and not is_column):
+        return episodes.scores()
+    key = f"algorithm.filter_groups.metric={metric}"
+    if not is_column:
+        choices = f", or one of {returned}" if returned else ", or let it return a dict with score and others"
+        raise ValueError(f"{key}: the reward returns no such number. Use score{choices}.")
+    try:
+        return torch.tensor([float(value) for value in batch.non_tensor_batch[metric][episodes.last_row]])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: the reward must return a number under that name in every row; {error}.") from error
