@@ -138,6 +138,7 @@ def imitate(
         shutil.copytree(model, target)  # whose tokenizer the rows may need
         rows = folder / f"demonstrations_{number}.jsonl"
         dump_jsonl(rows, lesson.rows(config))
+        shutil.rmtree(target)  # a lesson that is cut short leaves no untrained model under the warm start's name
         settings = [
             f"trainer.seed={seed}",
             f"data.train_files={rows}",
@@ -147,7 +148,6 @@ def imitate(
             "trainer.resume_mode=disable",
         ]
         model = sft_trainer.run(compose(SFTConfig, lesson.sft, [*settings, *lesson.overrides]))
-    shutil.rmtree(target)
     shutil.copytree(model, target)
 
 
