@@ -57,7 +57,7 @@ def save_two_layers(folder: Path) -> Path:
 
 def own_share(batch: DataProto) -> DataProto:
     """This rank's rows, as a run deals them out."""
-    return shares_of(batch, group_size() // Peers.size)[data_rank()]
+    return shares_of(batch, group_size() // Peers.size, [*batch.non_tensor_batch])[data_rank()]
 
 
 def trainer(
@@ -94,9 +94,12 @@ def learn(
     return found
 
 
-def assert_the_step_of_one(ranks: Ranks, model: Path, names: list[str], spread: Callable[[], Replicas]) -> None:
+def assert_the_step_of_one(
+    ranks: Ranks, model: Path, names: list[str], spread: Callable[[], Replicas], batch: DataProto | None = None
+) -> None:
     """Updates of a model that `spread` lays out are those of one process; with fewer rows than ranks, too."""
-    batches = {"9 rows": ragged_batch(), "1 row": ragged_batch()[4:5]}
+    batch = batch or ragged_batch()
+    batches = {"all rows": batch, "1 row": batch[4:5]}
     wanted = learn(model, batches, names, spread)
     found = ranks.run(learn, model, batches, names, spread)
     for name, (metrics, gradient, weights) in wanted.items():

@@ -29,7 +29,6 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from configs.errors import ConfigError
 from data.chat import Prompt
 from data.padding import PromptIds
 from data.wire import positions
@@ -103,11 +102,6 @@ class Vision:
     reader: ClassVar[type[Reader]]
 
     def __init__(self, model: PreTrainedModel) -> None:
-        if model.parallel.lockstep:
-            raise ConfigError(
-                "actor_rollout_ref.actor.strategy=fsdp2: a model that reads images is not sharded, as ranks without an "
-                "image would not gather its tower. Set it to replicas."
-            )
         self.model, self.pad = model, model.config.image_token_id
         self.pads = sorted({vars(model.config).get(name) for name in MEDIA_TOKENS} - {None})
         forbid(model.get_output_embeddings(), self.pads)

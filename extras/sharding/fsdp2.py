@@ -37,6 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.errors import notice_once
 from configs.schema import OptimConfig
+from data.pretrained import vision_of
 from extras.sharding.offload import bytes_trained, make_optimizer
 from extras.sharding.settings import shard_count
 from extras.sharding.tensor_parallel import by_mesh, same_on_peers, split_layers, sum_partial_gradients
@@ -218,8 +219,11 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Lists the layers of `model` that are sharded each by itself."""
-    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    """Lists the layers of `model` that are sharded each by itself: all but those that read images, which a rank without
+    an image does not enter, and which the root gathers."""
+    tower = getattr(vision_of(model.config), "tower", ())
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, GradientCheckpointingLayer)}
+    return [layer for name, layer in layers.items() if not name.startswith(tower)]
 
 
 def sharded_parts(model: nn.Module) -> list[FSDPModule]:

@@ -7,7 +7,7 @@ import torch
 
 from configs.errors import ConfigError
 from configs.schema import AgentConfig, Config
-from data.pretrained import load_model_config
+from data.pretrained import load_model_config, vision_of
 from extras.sharding.settings import asks_for_it, shard_count
 from training.roles import models_of
 from workers.collectives import compute_together, group_size
@@ -88,6 +88,8 @@ def check_parts(config: Config, workers: int) -> None:
     for spec, key, model in models_of(config):
         if spec.like_policy:
             model_config = load_model_config(model, model.path, key)
+            if vision_of(model_config):
+                raise ConfigError(f"{PARTS_KEY}={parts}: a model that reads images is not split: set it to 1.")
             check_split(model_config, parts, workers // config.trainer.nnodes)
     if policy.model.adapter != "none":
         raise ConfigError(f"{PARTS_KEY}={parts}: LoRA's matrices are not split. Set it to 1, and shard the model.")

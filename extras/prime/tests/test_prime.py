@@ -196,14 +196,6 @@ def test_the_update_is_that_of_rows_one_by_one(policy: Path):
     assert {"reward_model/grad_norm", "rm/lr", "reward_model/skipped_updates"} < metrics.keys()
 
 
-def test_every_token_of_a_row_is_pushed_alike_towards_its_outcome():
-    log_probs = torch.randn(2, 4, requires_grad=True)
-    totals = ((log_probs - Q) * MASK).sum(1)
-    row_losses(BETA * totals, ACC).sum().backward()
-    pushed = BETA * (torch.sigmoid(BETA * totals.detach()) - ACC)
-    close(log_probs.grad, pushed[:, None] * MASK)
-
-
 @pytest.mark.parametrize("loss_type", ["ce", "dpo", "bon_rm"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_how_rows_are_cut_changes_nothing(policy: Path, cut: str, loss_type: str):
