@@ -16,14 +16,7 @@ from configs.errors import ConfigError
 from data.protocol import DataProto
 from data.types import Metrics, Stage
 from training.core_algos import Groups, spread_over_tokens
-from training.losses import (
-    LossConfig,
-    PolicyLoss,
-    masked_mean,
-    masked_means,
-    register_policy_loss,
-    zero_masked,
-)
+from training.losses import LossConfig, PolicyLoss, masked_mean, masked_means, register_policy_loss, zero_masked
 
 LOSSES: dict[str, PolicyLoss] = {}  # configs/extras.py names them
 listed = partial(register_policy_loss, registry=LOSSES, over_mini_batch=True)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -199,4 +198,3 @@ def test_a_run_gives_each_what_it_reads_and_refuses_what_it_cannot_compare(name)
         check_algorithm(compose(loss, "env.mode=episode", "env.history=turns"))
     with pytest.raises(ValueError, match="rollout_is_weights"):
         check_algorithm(compose(loss, "algorithm.rollout_correction.rollout_is=token"))
-    assert replace(ActorConfig(), dpo_beta=0.2).gvpo_beta == 0.1

@@ -32,6 +32,7 @@ from workers.models import load_causal_lm
 from workers.parallel import Replicas
 
 REF = "actor_rollout_ref.ref.model.path"
+MODELS = "distillation.teacher_models"
 SIZE = MicroBatchSize(None, 64)
 RATE = [
     f"actor_rollout_ref.actor.optim.{one}" for one in ("lr=1e-3", "lr_warmup_steps=0", "lr_scheduler_type=constant")
@@ -150,23 +151,15 @@ def test_loss_and_estimator_are_one_trajectory(tiny_model, teachers, tmp_path):
     assert len({*scores}) == 1
 
 
-SOURCES = ["data.train_batch_size=4", "data.max_prompt_length=16", "data.max_response_length=4", "env.id=null"]
-
-
 def of_rows(folder: Path, *sources: str) -> list[str]:
     """Settings of a run on rows of these data sources, in turn, that are all scored 0."""
     rows = [{"prompt": f"{number} + 1 =", "data_source": sources[number % len(sources)]} for number in range(8)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "zero.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth=None):\n    return 0.0\n"
-    )
+    (folder / "zero.py").write_text("def compute_score(data_source, solution_str, ground_truth=None): return 0.0\n")
     return [
-        *SOURCES,
-        f"data.train_files={folder}/rows.jsonl",
-        "data.custom_cls.path=null",
-        f"reward.custom_reward_function.path={folder}/zero.py",
-        "env.val_episodes=0",
-        "trainer.total_training_steps=2",
+        *(f"data.train_files={folder}/rows.jsonl", f"reward.custom_reward_function.path={folder}/zero.py"),
+        *("data.train_batch_size=4", "data.max_prompt_length=16", "data.max_response_length=4", "env.id=null"),
+        *("data.custom_cls.path=null", "env.val_episodes=0", "trainer.total_training_steps=2"),
     ]
 
 
@@ -249,25 +242,16 @@ def test_the_models_of_all_teachers_are_counted(tiny_model, teachers, tmp_path):
     ("settings", "message"),
     [
         (["distillation.enabled=true"], r"no teacher: set distillation\.teacher_models\.NAME\.model_path"),
-        (["distillation.teacher_models.x.key=a"], r"teacher_models\.x: a teacher has either model_path or base_url"),
+        ([f"{MODELS}.x.key=a"], r"teacher_models\.x: a teacher has either model_path or base_url"),
+        ([f"{MODELS}={{x: {{model_path: a}}, y: {{model_path: b}}}}"], r"teacher_models\.x\.key is not set"),
+        ([f"{MODELS}={{x: {{model_path: a, key: k}}, y: {{model_path: b, key: k}}}}"], r"one key, of k, k"),
         (
-            ["distillation.teacher_models={x: {model_path: a}, y: {model_path: b}}"],
-            r"teacher_models\.x\.key is not set",
-        ),
-        (
-            ["distillation.teacher_models={x: {model_path: a, key: k}, y: {model_path: b, key: k}}"],
-            r"two teachers have one key, of k, k",
-        ),
-        (
-            ["distillation.teacher_models.x.base_url=http://h", "actor_rollout_ref.rollout.temperature=0.7"],
+            [f"{MODELS}.x.base_url=http://h", "actor_rollout_ref.rollout.temperature=0.7"],
             r"a server scores at temperature 1\. Set actor_rollout_ref\.rollout\.temperature=1",
         ),
-        (
-            ["distillation.teacher_models.x.model_path=a", "distillation.distillation_loss.loss_mode=k1"],
-            r"loss_mode=k1 has a gradient that does not depend on the teacher: set loss_mode=k2",
-        ),
-        (["distillation.teacher_models.x.modelpath=a"], r"unknown key 'distillation\.teacher_models\.x\.modelpath'"),
-        (["distillation.teacher_models.x.timeout=long"], r"teacher_models\.x\.timeout='long': Value 'long'"),
+        ([f"{MODELS}.x.model_path=a", "distillation.distillation_loss.loss_mode=k1"], "does not .* set loss_mode=k2"),
+        ([f"{MODELS}.x.modelpath=a"], r"unknown key 'distillation\.teacher_models\.x\.modelpath'"),
+        ([f"{MODELS}.x.timeout=long"], r"teacher_models\.x\.timeout='long': Value 'long'"),
     ],
 )
 def test_settings_that_cannot_teach_are_refused(settings, message):
@@ -389,16 +373,13 @@ def test_a_run_learns_from_a_server(tiny_model, teachers, tmp_path, server):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda server: vars(server).update(room=20), "takes sequences of 20 tokens; .*--max-model-len"),
-        (
-            lambda server: vars(server).update(words=lambda ids: "?"),
-            "to the policy and '\\?' to .*the policy's tokenizer",
-        ),
-        (lambda server: vars(server).update(score=lambda ids, count: None), "without prompt_logprobs of each token"),
+        ({"room": 20}, "takes sequences of 20 tokens; .*--max-model-len"),
+        ({"words": lambda ids: "?"}, r"to the policy and '\?' to .*the policy's tokenizer"),
+        ({"score": lambda ids, count: None}, "without prompt_logprobs of each token"),
     ],
 )
 def test_a_server_that_cannot_teach_is_refused_before_workers_start(tiny_model, tmp_path, server, change, message):
-    change(server)
+    vars(server).update(change)
     run = ["distillation.enabled=true", f"distillation.teacher_models.x.base_url={server.url}", "env.val_episodes=0"]
     with pytest.raises(ConfigError, match=message):
         prepare(compose(*short_run(tiny_model, tmp_path, *run)))

@@ -78,10 +78,7 @@ def test_rows_of_a_parquet_file_of_datasets_are_read(folders, tmp_path: Path):
         ({"images": [{"bytes": base64.b64encode(b"no image").decode()}]}, r"images\[0\] cannot be read \(Unidentified"),
         ({"images": [7]}, r"images\[0\] is 7: give bytes"),
         ({"prompt": "<image>?", "images": []}, None),
-        (
-            {"images": [], "videos": ["a.mp4"]},
-            "'videos' is filled, and the model reads text, and images of",
-        ),
+        ({"images": [], "videos": ["a.mp4"]}, "'videos' is filled, and the model reads text, and images of"),
     ],
 )
 def test_a_bad_row_is_named(folders, tmp_path: Path, bad: dict[str, Any], words: str | None):
@@ -139,11 +136,6 @@ def test_ids_collapse_to_what_they_were_expanded_from(folders):
     for family in folders:
         for ids in prompts_of(folders[family], ROWS):
             assert ids.media.expand(ids.media.collapse(ids)) == list(ids)
-
-
-def test_a_saved_tokenizer_brings_the_processor(folders, tmp_path: Path):
-    load_tokenizer(ModelConfig(path=str(folders["qwen2_vl"]))).save_pretrained(tmp_path)
-    assert (tmp_path / "preprocessor_config.json").is_file() and (tmp_path / "tokenizer.json").is_file()
 
 
 def test_a_frozen_tower_is_not_trained(folders):
