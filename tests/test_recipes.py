@@ -80,7 +80,7 @@ def is_whole(recipe: str) -> bool:
 RECIPES = [*filter(is_whole, options("recipe"))]
 # What a recipe is known by, beside its estimator and its loss.
 ROLES = {"ppo": ("critic",), "pf_ppo": ("critic",), "prime": ("ref", "prm")} | dict.fromkeys(
-    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opd"), ("ref",)
+    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opd", "pair"), ("ref",)
 )
 TEACHER = {"opd": ["actor_rollout_ref.ref.model.path=teacher"]}
 
