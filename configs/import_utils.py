@@ -29,7 +29,7 @@ from configs.paths import find_path
 
 
 class Neighbours:
-    """Finds modules beside the files that were loaded, after all that sys.path has."""
+    """Finds modules beside the files that were loaded, and in the working directory, after all that sys.path has."""
 
     folders: ClassVar[list[str]] = []
     loaded: ClassVar[set[str]] = set()  # names of the modules that `load_module` or this finder has found
@@ -37,7 +37,7 @@ class Neighbours:
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        spec = PathFinder.find_spec(name, cls.folders, target) if path is None else None
+        spec = PathFinder.find_spec(name, [*cls.folders, ""], target) if path is None else None
         if spec is None or spec.origin is None:  # a folder of that name alone is no module
             return None
         if not is_users(spec.origin):  # custom/gym must not stand in for gym

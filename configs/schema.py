@@ -16,13 +16,7 @@ from configs.paths import find_path
 from configs.process import worker_threads
 from configs.settings import LAST, Frozen, Open, group, own_keys, setting
 
-AGGREGATION_MODES = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "token-sum",
-)
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 KL_KINDS = tuple(
     kind + plus for kind in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for plus in ("", "+")

@@ -104,10 +104,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "observation_names": ("position", "speed", "angle", "turning"),
         "action_names": ("left|L", "right|R"),
     },
-    "MountainCar-v0": {
-        "observation_names": ("position", "speed"),
-        "action_names": ("left|L", "coast|C", "right|R"),
-    },
+    "MountainCar-v0": {"observation_names": ("position", "speed"), "action_names": ("left|L", "coast|C", "right|R")},
     "MountainCarContinuous-v0": {"observation_names": ("position", "speed")},
     "Pendulum-v1": {"observation_names": ("cos", "sin", "speed")},
     "Acrobot-v1": {

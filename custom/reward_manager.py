@@ -37,10 +37,7 @@ class CustomRewardManager:
 
     def score(self, response: str, state: EnvState) -> Score:
         action = self.extract_action(response)
-        return {
-            "score": self.environment.compute_reward(state, action),
-            "valid_action": float(action is not None),
-        }
+        return {"score": self.environment.compute_reward(state, action), "valid_action": float(action is not None)}
 
     def extract_action(self, text: str) -> int | None:
         """Returns the action that an answer names, in training and in validation episodes; None: no legal one."""

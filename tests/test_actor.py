@@ -31,13 +31,7 @@ from tests.batches import (
     update_of,
 )
 from tests.runs import compose, needs_algorithms, short_run
-from training.core_algos import (
-    agg_loss,
-    get_policy_loss,
-    get_policy_loss_fn,
-    kl_penalty,
-    register_policy_loss,
-)
+from training.core_algos import agg_loss, get_policy_loss, get_policy_loss_fn, kl_penalty, register_policy_loss
 from training.losses import CLIPPED
 from training.mini_batches import PolicyUpdates, Update, learning_rows
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy

@@ -117,10 +117,7 @@ def test_what_is_hydras_own_has_no_effect_and_says_what_to_use_instead(override,
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (["--lr", "1e-3"], "--lr: .* key=value, without dashes: lr=…"),
-        (["--lr=1e-3"], "without dashes: lr=1e-3"),
-    ],
+    [(["--lr", "1e-3"], "--lr: .* key=value, without dashes: lr=…"), (["--lr=1e-3"], "without dashes: lr=1e-3")],
 )
 def test_a_flag_that_there_is_not_is_refused_with_what_to_write_instead(flags, said, capsys):
     with pytest.raises(SystemExit) as stop:

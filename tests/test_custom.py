@@ -62,9 +62,7 @@ def growing(limit: int, filter: bool, truncation: str, size: int = 200) -> Growi
 
 @pytest.mark.parametrize("filter", [True, False])
 def test_prompts_that_are_too_long_are_counted_and_refused_when_the_dataset_is_made(filter):
-    with pytest.raises(
-        ValueError, match=r"Growing: \d+ of 64 states .*max_prompt_length=26 tokens, the longest 27: raise"
-    ):
+    with pytest.raises(ValueError, match=r"Growing: \d+ of 64 states .*max_prompt_length=26 tokens, the longest 27: r"):
         growing(26, filter, "error")
     with pytest.raises(ValueError, match=r"Growing: 64 of 64 states .*the longest 27: raise it to at least 27"):
         growing(9, True, "left")
@@ -81,9 +79,8 @@ def test_a_prompt_that_is_too_long_is_cut_or_another_state_drawn_by_rule(caplog)
     rows = [drawn[i] for i in range(200)]
     assert max(len(row["raw_prompt_ids"]) for row in rows) == 19 and drawn.num_filtered > 50
     assert rows[::-1] == [again[i] for i in reversed(range(200))]
-    replaced = [
-        row for row, short in zip(rows, lengths, strict=True) if short == 19 and len(row["raw_prompt_ids"]) < 19
-    ]
+    long = [row for row, length in zip(rows, lengths, strict=True) if length == 19]
+    replaced = [row for row in long if len(row["raw_prompt_ids"]) < 19]
     assert len({row["extra_info"]["state"] for row in replaced}) > 20, "a state of its own in each place"
 
 
@@ -138,12 +135,12 @@ from custom.reward_manager import CustomRewardManager
 
 
 class Mine(CustomRewardManager):
-    def __init__(self, environment, tokenizer):
+    def __init__(self, environment, tokenizer, scale=1):
         super().__init__(environment)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.scale = tokenizer, scale
 
     def score(self, response, state):
-        return float(len(self.tokenizer(response).input_ids))
+        return float(len(self.tokenizer(response).input_ids)) * self.scale
 
 
 class Reader(CustomRewardManager):
@@ -160,9 +157,10 @@ def test_a_manager_is_given_the_tokenizer_that_it_names_and_what_episodes_do_not
 ):
     (tmp_path / "mine.py").write_text(MANAGER)
     episodes = ["env.mode=episode", "env.history=turns", "env.val_size=0"]
-    for name, overrides, told in (("Mine", [], False), ("Mine", episodes, True), ("Reader", episodes, False)):
+    runs = (("Mine", ["+reward.reward_kwargs.scale=2"], False), ("Mine", episodes, True), ("Reader", episodes, False))
+    for name, overrides, told in runs:
         manager = f"reward.reward_manager={{path: {tmp_path}/mine.py, name: {name}}}"
         parts = prepare(compose(*short_run(tiny_model, tmp_path / "run", manager, *overrides)))
         assert ("env.mode=episode does not call its score: " in capsys.readouterr().err) == told
         if name == "Mine":
-            assert parts.reward.score("abc", None) == 3.0
+            assert parts.reward.score("abc", None) == (3.0 if told else 6.0)

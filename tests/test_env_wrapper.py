@@ -132,7 +132,7 @@ for name, entry_point in THIRD_PARTY.items():
     ("config", "message"),
     [
         ({"env_id": "FrozenLak-v1"}, r"'FrozenLak-v1'.*FrozenLake.*my_module:MyGame-v0"),
-        ({"env_id": "Taxi-v3"}, "Please use `Taxi-v4`"),
+        ({"env_id": "Taxi-v3"}, r"Please use `Taxi-v4` instead\.$"),
         ({"env_id": "Taxi-v4", "random_maps": True}, "random_maps=True works for FrozenLake-v1,"),
         ({**RANDOM_LAKE, "map_name": "8x8"}, "without desc or map_name"),
         ({"env_id": "Blackjack-v1", "action_names": "abc"}, "3 action_names, but Blackjack-v1 has 2"),
@@ -662,6 +662,9 @@ def test_an_illegal_answer_may_end_the_episode_and_such_an_end_is_no_success():
     assert info["end_reason"] == "terminated" and info["success"] is False and info["return"] == -4.0
     pole = make_env("CartPole-v1", invalid_action="end", success={"terminated": False})
     assert last_info(pole, "?")["success"] is False
+    pole = make_env("CartPole-v1", max_turns=2, success={"terminated": False})
+    successes = [last_info(pole, *answers)["success"] for answers in ("??", "?R", "LR")]
+    assert successes == [False, False, True]  # the pole has not stood as long as nothing was done
 
 
 def test_what_is_said_of_an_illegal_answer_is_a_setting_and_no_part_of_the_state():
@@ -697,6 +700,8 @@ class Strange(Lock):
             "text": (observation, reward, terminated, truncated, {"success": "yes"}),
             "players": (observation, reward, {"a": False, "b": False}, truncated, info),
             "half": (observation, reward, terminated, truncated, info),
+            "nothing": (observation, None, terminated, truncated, info),
+            "no info": (observation, reward, terminated, truncated, None),
         }[self.does]
 
     def close(self):
@@ -714,6 +719,8 @@ gym.register("Strange-v0", Strange)
         ("nan", "the reward nan is no finite number"),
         ("text", r"success is 'yes': it must be one number"),
         ("players", r"terminated is \{'a': False, 'b': False\}: it must be one number, or True"),
+        ("nothing", "reward is None: it must be one number"),
+        ("no info", r"step returned \(.*, None\): not observation, reward, terminated, truncated, info"),
         ("half", r"the environment says a text that cannot be encoded: '\\udc80' at place 4 is half a character"),
     ],
 )
@@ -722,6 +729,12 @@ def test_what_gymnasium_would_not_return_is_refused_at_the_trial_with_its_seed(m
     shown = lambda env, _: "half\udc80" if does == "half" and env.tries == 2 else str(env.tries)  # noqa: E731
     with pytest.raises(RuntimeError, match=rf"{says}.*, after reset\(seed=\d\) and actions \[\d, \d\]"):
         TextEnv("Strange-v0", shown)
+
+
+def test_a_reset_in_gyms_older_form_is_refused_even_if_its_observation_has_two_parts(monkeypatch):
+    monkeypatch.setattr(Strange, "reset", lambda self, seed=None, options=None: [3, 1])
+    with pytest.raises(RuntimeError, match=r"reset returned \[3, 1\]: not observation, info, after reset\(seed=0\)"):
+        TextEnv("Strange-v0", lambda env, _: "")
 
 
 def test_what_is_not_used_any_more_is_closed_and_an_error_of_close_is_a_warning(caplog):

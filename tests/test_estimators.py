@@ -175,11 +175,7 @@ def twin_grpo(rows, **settings):
     return each_token(rows, lambda row: standard_score(row.score, [p.score for p in peers(rows, row)], **settings))
 
 
-TWINS = {
-    "gae": lambda rows: whitened(gae(rows)),
-    "grpo": twin_grpo,
-    "grpo_vectorized": twin_grpo,
-}
+TWINS = {"gae": lambda rows: whitened(gae(rows)), "grpo": twin_grpo, "grpo_vectorized": twin_grpo}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -113,6 +113,13 @@ def test_neighbours_are_found_where_import_finds_the_file_too_and_are_no_part_of
     assert importlib.util.find_spec("gym") is None
 
 
+def test_a_module_of_the_working_directory_is_found_wherever_main_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_new_game.py").write_text("MINE = 7")
+    assert load_module("my_new_game").MINE == 7
+
+
 def test_a_missing_file_names_the_path_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"rewards/mine.py: there is no file {tmp_path}/rewards/mine.py"):

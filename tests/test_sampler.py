@@ -243,10 +243,7 @@ def heard(loader, batch, reward):
         loader.dataset.on_batch_end(batch)
 
 
-CURRICULA = {
-    "a user's": {"sampler": SamplerConfig(__file__, "Told")},
-    "random": {},
-}
+CURRICULA = {"a user's": {"sampler": SamplerConfig(__file__, "Told")}, "random": {}}
 
 
 @pytest.mark.parametrize("name", CURRICULA)

@@ -70,7 +70,7 @@ def load_reward_manager(
 ) -> RewardManager:
     """Loads the run's reward, of the kind "reward" of configs/extras.py. Raises ValueError if its form is unknown."""
     name = reward_of(config, environment)
-    if name != "manager" and (unread := config.reward_kwargs.extras):
+    if name not in ("manager", "environment") and (unread := config.reward_kwargs.extras):
         raise ValueError(
             f"reward.reward_kwargs has {', '.join(unread)}, which only a reward.reward_manager of yours reads: a "
             "function has reward.custom_reward_function.reward_kwargs."
@@ -94,7 +94,8 @@ def load_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
     parameters = inspect.signature(manager).parameters  # **kwargs do not count: a subclass may hand them on to ours
     offered = {"tokenizer": run.tokenizer, "config": run.config}
     arguments = {name: value for name, value in offered.items() if name in parameters}
-    return bind(manager, arguments, positional={"environment": run.environment}, key="reward.reward_manager")()
+    extras, game = settings.reward_kwargs.extras or None, {"environment": run.environment}
+    return bind(manager, arguments, extras, "reward.reward_manager", positional=game, settings="reward_kwargs")()
 
 
 def reward_name(reward: Callable) -> str:

@@ -75,14 +75,21 @@ def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total:
     )
 
 
+def checked_reset(result: Any) -> Any:
+    """Returns the observation of what `reset` returned; raises ValueError if that is not what gymnasium's returns."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise ValueError(f"reset returned {reprlib.repr(result)}: not observation, info")
+    return result[0]
+
+
 def checked_step(result: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
     """Returns what `step` returned; raises ValueError or TypeError if that has another form than gymnasium's."""
-    if not isinstance(result, tuple) or len(result) != 5:
+    if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
         raise ValueError(f"step returned {reprlib.repr(result)}: not observation, reward, terminated, truncated, info")
     observation, reward, terminated, truncated, info = result
     single = {"reward": reward, "terminated": terminated, "truncated": truncated, "success": info.get("success")}
     for name, value in single.items():
-        if isinstance(value, str | Mapping) or np.ndim(value):
+        if (value is None and name != "success") or isinstance(value, str | Mapping) or np.ndim(value):
             raise ValueError(f"{name} is {reprlib.repr(value)}: it must be one number, or True or False")
     check_reward(reward := float(reward))
     return observation, reward, bool(terminated), bool(truncated), info
@@ -209,7 +216,7 @@ class TextEnv:
         """Yields the state after the reset, then after each action until the episode is over."""
         played: list[Any] = []
         with self._blame(seed, played):
-            observation, _ = env.reset(seed=seed)
+            observation = checked_reset(env.reset(seed=seed))
             yield self._observe(env, observation), 0.0, False
             for action in actions:
                 self._tried += 1
@@ -442,7 +449,8 @@ class TextEnv:
         self._said = info.get("success", self._said)
         success = None
         if self.success is not None:
-            counts = self._over and (legal or not terminated)
+            stood_still = self.success.terminated is False and not truncated and self._invalid  # turns, but no time
+            counts = self._over and (legal or not terminated) and not stood_still
             success = counts and is_success(self.success, terminated, reward, self._return, self._said)
         elif "success" in info:
             notice_once(f"{self.env_id} says info['success'] now, and not at the start: set env.success.said=true.")
@@ -482,7 +490,9 @@ class TextEnv:
             return gym.make(name, **settings)
         except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
             remedy = f"{module} has no gym.register({name!r}, …)" if module else "Name what registers it"
-            raise ValueError(f"{self.env_id!r}: {error} {remedy}, as in env.id=my_module:MyGame-v0.") from error
+            remedy = f" {remedy}, as in env.id=my_module:MyGame-v0."
+            names_successor = isinstance(error, gym.error.DeprecatedEnv)
+            raise ValueError(f"{self.env_id!r}: {error}{'' if names_successor else remedy}") from error
 
     def _step(self, env: gym.Env, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         return checked_step(env.step(self._acted.native(action)))
@@ -504,7 +514,7 @@ class TextEnv:
         """Resets and plays `actions`, up to the one that would end the episode; returns the state reached."""
         played: list[Any] = []
         with self._blame(seed, played):
-            observation, _ = env.reset(seed=seed)
+            observation = checked_reset(env.reset(seed=seed))
             for action in actions:
                 played.append(action)
                 observation, _, terminated, truncated, _ = env.step(self._acted.native(action))
