@@ -80,7 +80,7 @@ def is_whole(recipe: str) -> bool:
 RECIPES = [*filter(is_whole, options("recipe"))]
 # What a recipe is known by, beside its estimator and its loss.
 ROLES = {"ppo": ("critic",), "pf_ppo": ("critic",), "prime": ("ref", "prm")} | dict.fromkeys(
-    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opd", "pair"), ("ref",)
+    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opd", "pair", "spin"), ("ref",)
 )
 TEACHER = {"opd": ["actor_rollout_ref.ref.model.path=teacher"]}
 
@@ -94,7 +94,7 @@ def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe, name):
     actor = config.actor_rollout_ref.actor
     check_config(config)
     check_algorithm(config)
-    coef = 1.0 if recipe in TEACHER else 0.001
+    coef = {"opd": 1.0, "spin": 0.3}.get(recipe, 0.001)
     assert not actor.use_kl_loss or (actor.kl_loss_coef == coef and not config.algorithm.use_kl_in_reward)
 
 
