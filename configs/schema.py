@@ -80,7 +80,7 @@ class SuccessConfig(Frozen):
     terminated: bool | None = setting(None, "Whether the environment must end it; false: the step limit must.")
     last_reward_above: float | None = setting(None, "The last reward must be above this.")
     return_above: float | None = setting(None, "The sum of the episode's rewards must be above this.")
-    said: bool | None = setting(None, "What the last info['success'] must be; none counts as false.")
+    info_success: bool | None = setting(None, "What the last info['success'] must be; none counts as false.")
 
 
 class InOneProcess(Frozen):

@@ -222,14 +222,6 @@ class DataProto(_Columns):
         """Cuts consecutive pieces of `split_size` rows; the last may be shorter."""
         return [self[start : start + split_size] for start in range(0, len(self), split_size)]
 
-    def chunk(self, chunks: int) -> list[Self]:
-        """Cuts `chunks` consecutive pieces of equal size; with auto_padding the last may be shorter, or fewer."""
-        if self.meta_info.get(AUTO_PADDING):
-            return self.split(-(-len(self) // chunks))
-        sizes = f"Got size of DataProto {len(self)} and chunk {chunks}"
-        assert len(self) % chunks == 0, f"only support equal chunk. {sizes}; chunk_uneven takes any"
-        return self.chunk_uneven(chunks)
-
     def chunk_uneven(self, chunks: int) -> list[Self]:
         """Cuts `chunks` consecutive pieces whose sizes differ by at most one; with too few rows some have none."""
         edges = [len(self) * i // chunks for i in range(chunks + 1)]
@@ -290,19 +282,6 @@ class DataProto(_Columns):
         """Removes the named entries, which must exist (assert), and returns them as a plain DataProto."""
         tensors, arrays = _pop(self.batch, batch_keys), _pop(self.non_tensor_batch, non_tensor_batch_keys)
         return DataProto.from_dict(tensors, arrays, _pop(self.meta_info, meta_info_keys))
-
-    def rename(self, old_keys: str | list[str], new_keys: str | list[str]) -> Self:
-        """Renames tensors in place; returns self."""
-        for keys in (old_keys, new_keys):
-            if not isinstance(keys, str | list):
-                raise TypeError(f"rename takes a str or a list of str, got {type(keys)}")
-        old, new = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
-        remaining = [name for name in (*self.tensors, *self.non_tensor_batch) if name not in old]
-        if len(old) != len(new) or len({*new, *remaining}) < len(new) + len(remaining):
-            raise ValueError(f"each of {old} needs one new name, unlike the other columns {remaining}; got {new}")
-        renamed = _pop(self.batch, old)  # all are taken out first, so that two names can be swapped
-        self.batch.update(dict(zip(new, renamed.values(), strict=True)))
-        return self
 
     def union(self, other: DataProto) -> Self:
         """Adds the other's columns and meta_info in place; returns self. What both have must be equal (assert)."""

@@ -17,7 +17,6 @@ from configs.errors import did_you_mean
 from configs.extras import find, present
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the schemas of the tools that there are, by name
-THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)  # a prompt may begin one
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,6 @@ class HermesParser(ToolParser):
             f"<tools>\n{json_lines(schemas)}\n</tools>\n\n"
             f"Write each call as a JSON object between <tool_call> and </tool_call>:\n<tool_call>\n{call}\n</tool_call>"
         )
-
-
-def without_thoughts(answer: str) -> str:
-    """Returns an answer without what it thinks: calls in there are plans, and are not run."""
-    return THOUGHTS.sub("", answer)
 
 
 def add_json_call(parsed: ParsedAnswer, content: str, key: str) -> None:

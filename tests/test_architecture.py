@@ -27,7 +27,7 @@ DOOR = (
 THREADS = ("extras/overlap/fully_async.py:collect", "extras/overlap/one_step_off.py:sync")
 IN_WORKERS = (
     *(f"extras/overlap/{function}" for function in ("generator.py:take", "generator.py:reload", "pools.py:broadcast")),
-    *(f"workers/engine_pump.py:{function}" for function in ("run_until", "_pieces", "_pump")),
+    *(f"workers/engine_pump.py:{function}" for function in ("run_until", "_pump")),
     *("workers/agents/user_code.py:by_deadline", "workers/model_checkpoint.py:save"),
     "workers/model_checkpoint.py:is_saved",
 )

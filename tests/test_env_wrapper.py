@@ -591,7 +591,7 @@ def test_without_a_rule_the_environment_says_what_a_success_is_and_a_rule_has_th
     assert last_info(make_env("Lock-v0", max_turns=1), "0")["success"] is None
     assert last_info(make_env("Said-v0", max_turns=2), "0", "silence")["success"] is True  # what was said last
     assert last_info(make_env("Said-v0", max_turns=2, success={"terminated": True}), "0", "0")["success"] is False
-    assert make_env("Said-v0", success={}).success == SuccessConfig(said=True)
+    assert make_env("Said-v0", success={}).success == SuccessConfig(info_success=True)
 
 
 def test_shipped_environments_know_their_successes():
@@ -777,12 +777,12 @@ gym.register("Late-v0", Late)
 
 def test_success_that_is_said_at_the_end_alone_means_the_same_in_every_episode(monkeypatch, capsys):
     env = make_env("Late-v0", max_turns=2)
-    assert env.success == SuccessConfig(said=True)  # as the walks of the trial have found
+    assert env.success == SuccessConfig(info_success=True)  # as the walks of the trial have found
     assert last_info(env, "?", "?")["success"] is False
     monkeypatch.setattr(text_env, "TRIAL_MOVES", 0)
     unseen = make_env("Late-v0", max_turns=8)
     assert unseen.success is None
     ended = next(info for info in (last_info(unseen, str(number)) for number in range(4)) if info["end_reason"])
-    assert ended["success"] is None and "set env.success.said=true" in capsys.readouterr().err
-    told = make_env("Late-v0", max_turns=8, success={"said": True})
+    assert ended["success"] is None and "set env.success.info_success=true" in capsys.readouterr().err
+    told = make_env("Late-v0", max_turns=8, success={"info_success": True})
     assert any(last_info(told, str(number))["success"] for number in range(4))

@@ -36,7 +36,7 @@ NAMES = {
     "data.rl_dataset": ["RLHFDataset"],
     "data.rows": ["read_rows"],
     "data.sampler": ["AbstractSampler"],
-    "data.seqlen_balancing": ["get_seqlen_balanced_partitions"],
+    "extras.verl.numerics": ["get_seqlen_balanced_partitions"],
     "extras.sft.dataset": ["SFTDataset"],
     "data.tool_parsers": ["ToolParser"],
     "data.tools": ["BaseTool", "ToolResponse", "function_tool"],

@@ -264,13 +264,6 @@ def test_concat_inverts_every_way_to_cut(n, pieces):
     assert all(part.meta_info is data.meta_info for part in uneven)
 
 
-def test_chunk_cuts_equally_or_not_at_all():
-    data = make(6, name="abc")
-    assert [rows(part) for part in data.chunk(3)] == [rows(data)[0:2], rows(data)[2:4], rows(data)[4:6]]
-    with pytest.raises(AssertionError, match=r"only support equal chunk\. Got size of DataProto 6 and chunk 5"):
-        data.chunk(5)
-
-
 @pytest.mark.parametrize(
     ("given_metrics", "merged"),
     [
@@ -339,35 +332,6 @@ def test_pop_needs_every_key_and_select_every_tensor(bag):
         make(2).select(batch_keys=["missing"])
     with pytest.raises(AssertionError, match=r"asked for \['missing'\], but there are only"):
         make(2, name="abc").pop(**{bag: ["missing"]})
-
-
-def test_rename_in_place_even_to_swap():
-    data = make(2)
-    obs, score = data.obs, data.score
-    assert data.rename("obs", "state") is data
-    assert data.state is obs
-    data.rename(["state", "score"], ["score", "state"])
-    assert data.score is obs
-    assert data.state is score
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "error", "message"),
-    [
-        (("obs",), "a", TypeError, "rename takes a str or a list of str, got <class 'tuple'>"),
-        ("obs", 3, TypeError, "rename takes a str or a list of str, got <class 'int'>"),
-        (["obs"], ["a", "b"], ValueError, "needs one new name"),
-        (["obs", "score"], ["a", "a"], ValueError, "needs one new name"),
-        ("obs", "score", ValueError, "unlike the other columns"),
-        ("obs", "label", ValueError, "unlike the other columns"),
-        ("missing", "a", AssertionError, r"asked for \['missing'\], but there are only \['obs', 'score'\]"),
-    ],
-)
-def test_rename_refuses_what_would_lose_a_column(old, new, error, message):
-    data = make(2)
-    with pytest.raises(error, match=message):
-        data.rename(old, new)
-    assert_same(data, make(2))
 
 
 # Union

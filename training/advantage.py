@@ -12,6 +12,7 @@ from configs.import_utils import bind, callable_name, is_setting, required_argum
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
 from data.padding import last_token
 from data.protocol import DataProto
+from data.types import Metrics
 from training.core_algos import get_adv_estimator_fn
 from training.episode_rows import EpisodeRows
 from training.losses import (
@@ -26,7 +27,6 @@ from training.losses import (
 MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
 MAX_MISMATCH_RATIO = "rollout_mismatch/max_ratio"
 Columns = dict[str, Tensor]
-Metrics = dict[str, float]
 
 
 def token_level_rewards(

@@ -15,7 +15,7 @@ from data.files import dispensable
 from data.protocol import DataProto, object_array
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
-from data.types import FAILED_END_REASONS, SamplingParams
+from data.types import FAILED_END_REASONS, Metrics, SamplingParams
 from training.advantage import Estimator, estimator_needs, measure_mismatch, token_level_rewards
 from training.collection import update_sampler
 from training.environment import EnvSetup, assign_agents, episode_prompts, episode_seeds
@@ -32,7 +32,7 @@ from training.metric_utils import (
 from training.mini_batches import PolicyUpdates, Update, mini_batches
 from training.reward import RewardManager, add_scores, concat_scored, reward_metrics
 from training.roles import columns_read, stages
-from training.run import Metrics, Run
+from training.run import Run
 
 MOST_REFUSED = 3  # whole mini-batches that are kept for study
 

@@ -57,7 +57,7 @@ class RoleSpec:
         stage: what `compute` is called in timing_s/; None: the name.
         like_policy: its layers are split as the policy's are, and a prompt like the row before's costs it nothing.
         turn: when it is built: below 0 before the policy has an optimiser, above 0 when others have what they need.
-        wanted: says of a config whether the role plays even if nobody reads its columns.
+        plays: says of a config whether the role plays even if nobody reads its columns.
         check: raises ConfigError for settings with which it cannot work; called where it plays, before a worker starts.
     """
 
@@ -75,7 +75,7 @@ class RoleSpec:
     stage: str | None = None
     like_policy: bool = True
     turn: int = 0
-    wanted: Callable[[Config], bool] = lambda config: False
+    plays: Callable[[Config], bool] = lambda config: False
     reads: Callable[[Config], Mapping[str, Collection[str]]] = lambda config: {}
     check: Callable[[Config], None] = lambda config: None
 
@@ -140,7 +140,7 @@ for entry in (
         arguments=("temperature", "columns"),
         update="update_policy",
         stage="old_log_prob",
-        wanted=lambda config: True,
+        plays=lambda config: True,
         reads=lambda config: {
             "compute_log_prob": (),
             **dict.fromkeys(("update_policy", "compute_loss"), (*UPDATE_COLUMNS, *loss_reads(config))),
@@ -151,7 +151,7 @@ for entry in (
         build="workers.model_worker:build_rollout",
         section="actor_rollout_ref.rollout",
         turn=1,
-        wanted=lambda config: True,
+        plays=lambda config: True,
     ),
     RoleSpec(
         name="ref",
@@ -204,7 +204,7 @@ def policy_loss_of(config: Config) -> PolicyLoss:
 def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[str]:
     """Names the roles that a run has workers for; one that only validates learns nothing, and reads no columns."""
     read = set() if config.trainer.val_only else columns_read(config) | set(trainer_reads)
-    return [name for name, spec in ROLES.items() if spec.wanted(config) or not read.isdisjoint(spec.columns)]
+    return [name for name, spec in ROLES.items() if spec.plays(config) or not read.isdisjoint(spec.columns)]
 
 
 def models_of(config: Config, trainer_reads: Collection[str] = ()) -> list[tuple[RoleSpec, str, PretrainedModelConfig]]:

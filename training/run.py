@@ -20,6 +20,7 @@ from data.files import FolderLost, check_is_ours, rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import rng_state, set_rng_state
+from data.types import Metrics
 from training.checkpoint import (
     CONFIG_FILE,
     Saver,
@@ -34,8 +35,6 @@ from training.messages import ended_early, files_left, nothing_left, steps_lost
 from training.metric_utils import timer
 from training.roles import WorkerError
 from training.tracking import Observers
-
-Metrics = dict[str, float]
 
 
 class Run:

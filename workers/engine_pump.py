@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, aclosing, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,33 +22,21 @@ class EngineError(RuntimeError):
     """The engine raised; all requests in flight are lost, later ones are tried."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """New tokens of a response; `finish_reason` is that of its completion, or None if it goes on."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str | None
-    weight_version: int | list[int] = 0  # of the weights that drew it
-
-
 @dataclass
 class Client:
-    """A waiting client of a request: `seen` tokens are in `pieces` already. `episode`: of which it is a turn."""
+    """A client that waits for the completion `done` of its request, a turn of `episode`."""
 
     request: Request
+    done: asyncio.Future[Completion]
     episode: Hashable | None = None
-    seen: int = 0
-    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
 
 
 @dataclass
 class Step:
-    """Results of a step: requests that the engine refused, that it finished, and what others have so far."""
+    """Results of a step: requests that the engine refused, and those that it finished."""
 
     refused: list[tuple[int, ValueError]]
     finished: list[Completion]
-    running: dict[int, tuple[list[int], list[float]]]
 
 
 class CallingThread(Executor):
@@ -93,40 +81,27 @@ class AsyncEngine:
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: Hashable, goes_on: bool
     ) -> Completion:
-        """Returns the whole response to a prompt, a turn of `episode`; raises as `answer` does. `goes_on`: the prompt
-        of its next turn begins with this one and the response, as far as is known."""
+        """Returns the response to a prompt, a turn of `episode`. `goes_on`: the prompt of its next turn begins with
+        this one and the response, as far as is known.
+
+        Raises:
+            ValueError: the engine cannot answer it.
+            EngineError: the engine raised.
+        """
         request = Request(next(self.numbers), prompt_ids, sampling, seed, episode=episode if goes_on else None)
         self._is_back(episode)
-        async with aclosing(self._pieces(Client(request, episode))) as pieces:
-            [done] = [piece async for piece in pieces]
-        return Completion(request.id, done.token_ids, done.log_probs, done.finish_reason, done.weight_version)
+        return await self._serve(request, episode)
 
-    async def answer(
-        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool
-    ) -> AsyncIterator[Piece]:
-        """Yields the response to a prompt, in pieces as its tokens come, or in one; leaving early ends the request.
-        Raises ValueError if the engine cannot answer it, EngineError if the engine raised."""
-        request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise)
-        async with aclosing(self._pieces(Client(request))) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    async def _pieces(self, client: Client) -> AsyncIterator[Piece]:
-        number = client.request.id
-        self.clients[number] = client
-        self.joining.append(client.request)
+    async def _serve(self, request: Request, episode: Hashable | None = None) -> Completion:
+        client = Client(request, asyncio.get_running_loop().create_future(), episode)
+        self.clients[request.id] = client
+        self.joining.append(request)
         self._wake()
         try:
-            while True:
-                piece = await client.pieces.get()
-                if isinstance(piece, Exception):
-                    raise piece
-                yield piece
-                if piece.finish_reason is not None:
-                    return
+            return await client.done
         finally:
-            if self.clients.pop(number, None):  # it is still in the engine, or on its way there
-                self.leaving.append(number)
+            if self.clients.pop(request.id, None):  # it is still in the engine, or on its way there
+                self.leaving.append(request.id)
                 self._wake()
 
     def forget(self, episode: Hashable) -> None:
@@ -150,9 +125,8 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         while self._has_work():
             joining, leaving, ended = await self._take()
-            seen = {number: client.seen for number, client in self.clients.items() if client.request.piecewise}
             began = loop.time()
-            step = await loop.run_in_executor(self.thread, self._step, joining, leaving, ended, seen)
+            step = await loop.run_in_executor(self.thread, self._step, joining, leaving, ended)
             self._deliver(step)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.all_back.wait(), WAIT_SHARE * (loop.time() - began))
@@ -166,9 +140,7 @@ class AsyncEngine:
         self.joining, self.leaving, self.ended = [], [], []
         return taken
 
-    def _step(
-        self, joining: Sequence[Request], leaving: Sequence[int], ended: Sequence[int], seen: dict[int, int]
-    ) -> Step:
+    def _step(self, joining: Sequence[Request], leaving: Sequence[int], ended: Sequence[int]) -> Step:
         """Runs one step, in the engine's thread."""
         refused = []
         with self.precision():
@@ -184,25 +156,23 @@ class AsyncEngine:
             for done in finished:
                 if client := self.clients.get(done.id):
                     self.engine.check_completion(client.request, done)
-            return Step(refused, finished, self.engine.tokens_so_far(seen))
+            return Step(refused, finished)
 
     def _deliver(self, step: Step) -> None:
         """Hands out what a step brought; those who have left meanwhile get nothing."""
         for number, error in step.refused:
-            if client := self.clients.pop(number, None):
-                client.pieces.put_nowait(error)
+            if client := self._pop_waiting(number):
+                client.done.set_exception(error)
         for done in step.finished:
-            if client := self.clients.pop(done.id, None):
+            if client := self._pop_waiting(done.id):
                 if client.episode is not None:
                     self.between_turns.add(client.episode)
                     self.all_back.clear()
-                new = slice(client.seen, None)
-                drawn = done.token_ids[new], done.log_probs[new]
-                client.pieces.put_nowait(Piece(*drawn, done.finish_reason, done.weight_version))
-        for number, (token_ids, log_probs) in step.running.items():
-            if token_ids and (client := self.clients.get(number)):
-                client.seen += len(token_ids)
-                client.pieces.put_nowait(Piece(token_ids, log_probs, None))
+                client.done.set_result(done)
+
+    def _pop_waiting(self, number: int) -> Client | None:
+        client = self.clients.pop(number, None)
+        return None if client is None or client.done.done() else client  # it may just have been cancelled
 
     def _on_pump_end(self, pumping: asyncio.Task) -> None:
         """Starts again if requests came meanwhile; if the engine raised, tells every client, and has it forget them."""
@@ -214,7 +184,7 @@ class AsyncEngine:
                 self._wake()
             return
         logger.error("the engine raised; the requests in flight are lost", exc_info=error)
-        lost, self.clients, self.joining = self.clients, {}, []
-        self.leaving += lost
-        for client in lost.values():
-            client.pieces.put_nowait(EngineError(f"the engine raised {type(error).__name__}: {error}"))
+        self.leaving += self.clients
+        self.joining = []
+        for client in filter(None, map(self._pop_waiting, [*self.clients])):
+            client.done.set_exception(EngineError(f"the engine raised {type(error).__name__}: {error}"))

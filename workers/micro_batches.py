@@ -153,10 +153,10 @@ def dummy(device: torch.device) -> MicroBatch:
 
 def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: bool) -> list[Tensor]:
     """Chooses the rows of each micro-batch."""
+    if size.sequences:
+        return [*torch.arange(len(batch)).split(size.sequences)] if len(batch) else []
     split, mask = prompt_width(batch), batch.batch["attention_mask"]
     prompt_lengths, response_lengths = mask[:, :split].sum(1), mask[:, split:].sum(1)
-    if size.sequences:
-        return [torch.tensor(rows) for rows in micro_batch_indices([1] * len(mask), micro_batch_size=size.sequences)]
     is_next = repeats_prompt(batch).tolist()
     units, tokens = [], []  # rows that share a prompt, and what a forward pass of them holds
     for row, (prompt, response) in enumerate(zip(prompt_lengths.tolist(), response_lengths.tolist(), strict=True)):
@@ -166,7 +166,7 @@ def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: boo
         else:
             units.append([row])
             tokens.append(prompt + response)
-    parts = micro_batch_indices(tokens, max_token_len=size.tokens)
+    parts = micro_batch_indices(tokens, size.tokens)
     return [torch.tensor([row for unit in part for row in units[unit]]) for part in parts]
 
 

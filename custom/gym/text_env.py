@@ -69,7 +69,7 @@ def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total:
     info["success"]."""
     return (
         rule.terminated in (None, terminated)
-        and rule.said in (None, bool(flag))
+        and rule.info_success in (None, bool(flag))
         and (rule.last_reward_above is None or last_reward > rule.last_reward_above)
         and (rule.return_above is None or total > rule.return_above)
     )
@@ -223,7 +223,7 @@ class TextEnv:
                 played.append(action)
                 observation, reward, terminated, truncated, info = self._step(env, action)
                 if "success" in info and self.success is None:
-                    self.success = SuccessConfig(said=True)
+                    self.success = SuccessConfig(info_success=True)
                 yield self._observe(env, observation), reward, terminated or truncated
                 if terminated or truncated:
                     return
@@ -405,7 +405,7 @@ class TextEnv:
             self._env, self._layout = self._make(layout), layout
         state = self._restore(self._env, seed, actions)
         self._seed, self._actions, self._text = seed, list(actions), state.text
-        self._turns, self._invalid, self._return, self._said, self._over = 0, 0, 0.0, None, False
+        self._turns, self._invalid, self._return, self._reported, self._over = 0, 0, 0.0, None, False
         self._feedback = ""
         return self.prompt
 
@@ -446,14 +446,14 @@ class TextEnv:
         reason = next((name for name, holds in reasons.items() if holds), None)
         self._over = reason is not None
         self._return += reward
-        self._said = info.get("success", self._said)
+        self._reported = info.get("success", self._reported)
         success = None
         if self.success is not None:
             stood_still = self.success.terminated is False and not truncated and self._invalid  # turns, but no time
             counts = self._over and (legal or not terminated) and not stood_still
-            success = counts and is_success(self.success, terminated, reward, self._return, self._said)
+            success = counts and is_success(self.success, terminated, reward, self._return, self._reported)
         elif "success" in info:
-            notice_once(f"{self.env_id} says info['success'] now, and not at the start: set env.success.said=true.")
+            notice_once(f"{self.env_id} has info['success'] now, not at the start: set env.success.info_success=true.")
         report = {**info, "success": success, "action": action, "turns": self._turns, "invalid": self._invalid}
         report |= {"return": self._return, "end_reason": reason}
         return self.state.reply, reward, terminated, self._over and not terminated, report

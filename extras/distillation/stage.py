@@ -53,7 +53,7 @@ ROLE = RoleSpec(
     model=teacher_models,
     columns=(*ONE_TOKEN, *TOP_COLUMNS),
     reads=lambda config: {"compute": ("teacher",)},
-    wanted=lambda config: config.distillation.enabled and not config.trainer.val_only,
+    plays=lambda config: config.distillation.enabled and not config.trainer.val_only,
     check=check_teachers,
 )
 

@@ -84,7 +84,7 @@ class ReloadingEngine(AsyncEngine):
                     return vars(self)[queue].pop(place)
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _step(self, joining: list[Request], leaving: list[int], ended: list[int], seen: dict[int, int]) -> Step:
+    def _step(self, joining: list[Request], leaving: list[int], ended: list[int]) -> Step:
         loading, self.loading = self.loading, []
         if joining or ended or loading:
             seeds, versions = [request.seed for request in joining], [version for version, *_ in loading]
@@ -95,7 +95,7 @@ class ReloadingEngine(AsyncEngine):
         for number in leaving:
             self.in_engine.pop(number, None)
         self.in_engine |= {request.id: request for request in joining}
-        step = super()._step([replace(request, piecewise=True) for request in joining], leaving, ended, seen)
+        step = super()._step([replace(request, piecewise=True) for request in joining], leaving, ended)
         self.steps += bool(self.in_engine)
         for number, _ in step.refused:
             self.in_engine.pop(number)

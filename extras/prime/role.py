@@ -52,7 +52,7 @@ ROLE = RoleSpec(
     arguments=("columns",),
     update="update_prm",
     in_stage=True,
-    wanted=takes_part,
+    plays=takes_part,
     check=check_models,
     reads=lambda config: {"compute_prm": (), "update_prm": LEARNS_FROM},
 )

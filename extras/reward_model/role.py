@@ -14,5 +14,5 @@ ROLE = RoleSpec(
     objects=("raw_prompt",),
     like_policy=False,
     reads=lambda config: {"compute_rm_score": ()},
-    wanted=lambda config: config.reward.reward_model.enable,
+    plays=lambda config: config.reward.reward_model.enable,
 )

@@ -31,9 +31,9 @@ from configs.process import read_key, worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from data.tool_parsers import ToolParser
 from extras.server.app import Served, http_server
+from extras.server.streaming import StreamingEngine
 from extras.standalone.rollout import StandaloneRollout
 from workers.engine import compute_dtype
-from workers.engine_pump import AsyncEngine
 from workers.models import training_device
 from workers.vllm_setup import shared_settings, vllm_environment
 
@@ -73,7 +73,7 @@ def load_served(config: ServerConfig) -> Served:
     return Served(
         name=served_name(config),
         tokenizer=tokenizer,
-        pump=AsyncEngine(standalone.engine, standalone.precision, ThreadPoolExecutor(1, "engine")),
+        pump=StreamingEngine(standalone.engine, standalone.precision, ThreadPoolExecutor(1, "engine")),
         vocab_size=standalone.vocab_size,
         context=rollout.prompt_length + rollout.response_length,
         max_tokens=rollout.response_length,

@@ -47,7 +47,8 @@ from extras.server.bodies import (
     read_piece,
     with_text,
 )
-from workers.engine_pump import AsyncEngine, EngineError
+from extras.server.streaming import StreamingEngine
+from workers.engine_pump import EngineError
 
 LOOK_SECONDS = 0.5  # between checks whether a client that waits for a whole answer is still there
 CLIENT_GONE = 499  # nobody reads it
@@ -74,7 +75,7 @@ class Served:
 
     name: str
     tokenizer: PreTrainedTokenizerBase
-    pump: AsyncEngine
+    pump: StreamingEngine
     vocab_size: int
     context: int
     max_tokens: int
@@ -351,8 +352,7 @@ async def parts(
     if max_tokens == 0:  # of an echo
         yield Part(finish_reason="length")
         return
-    text = TokenText(served.tokenizer, body.stops)
-    piecewise = bool(body.stream or body.stops)
+    text, piecewise = TokenText(served.tokenizer, body.stops), bool(body.stream or body.stops)
     async with aclosing(served.pump.answer(prompt, body.sampling(max_tokens), seed, piecewise)) as pieces:
         async for piece in pieces:
             if piece.finish_reason == "aborted":
@@ -387,7 +387,7 @@ async def echo(
 
 
 @torch.no_grad()
-def score_tokens(pump: AsyncEngine, token_ids: list[int], alternatives: int) -> list[ScoredToken]:
+def score_tokens(pump: StreamingEngine, token_ids: list[int], alternatives: int) -> list[ScoredToken]:
     """Scores tokens by the model that the engine samples from, in the engine's thread, between its steps."""
     module = pump.engine.module
     ids = torch.tensor(token_ids, device=module.device)

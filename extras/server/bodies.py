@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat import encode_prompt, render
 from data.tool_parsers import ParsedAnswer, ToolParser
 from data.types import Completion, SamplingParams
-from workers.engine_pump import Piece
+from extras.server.streaming import Piece
 from workers.rollout import COLDEST
 
 MOST_BYTES = 2 << 20  # of a body

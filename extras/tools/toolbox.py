@@ -1,6 +1,7 @@
 """Runs the calls of an episode: their arguments are held against the schemas, and what comes back is text."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from uuid import uuid4
 from configs.errors import notice_once, printable, users_line
 from configs.import_utils import accepts
 from configs.schema import MultiTurnConfig
-from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, read_json, without_thoughts
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, read_json
 from data.tools import JSON_TYPES, BaseTool, ToolResponse, as_response, as_reward, types_of
 from data.types import Reply, check_text
 from workers.agents.user_code import Overdue, in_users_loop, slots
+
+THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)  # a prompt may begin one
 
 
 @dataclass(eq=False)
@@ -76,7 +79,7 @@ class Toolbox:
         self.creating = asyncio.Lock()
 
     def parse(self, answer: str) -> ParsedAnswer:
-        return self.parser.parse(without_thoughts(answer), self.schemas)
+        return self.parser.parse(THOUGHTS.sub("", answer), self.schemas)  # calls in thoughts are plans, and are not run
 
     async def respond(self, parsed: ParsedAnswer) -> Reply:
         """Runs the calls of an answer, the first max_parallel_calls of them side by side.

@@ -7,7 +7,6 @@ further methods of verl's.
 
 import configs.process  # noqa: F401, isort: skip
 
-import math
 import os
 import runpy
 import shutil
@@ -15,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ from extras.verl.imports import StandIns
 from extras.verl.keys import judge
 from training import core_algos
 from training.core_algos import (
-    Groups,
     agg_loss,
     clip_bounds,
     compute_grpo_outcome_advantage,
@@ -117,9 +114,8 @@ def unfold_column_chunks(self: DataProto, n_split: int, split_keys: Sequence[str
             return column[np.repeat(np.arange(len(self)), n_split)]
         return column.reshape(len(self) * n_split, column.shape[1] // n_split, *column.shape[2:])
 
-    tensors, arrays = (
-        {name: unfold(name, kind[name]) for name in kind} for kind in (self.tensors, self.non_tensor_batch)
-    )
+    kinds = self.tensors, self.non_tensor_batch
+    tensors, arrays = ({name: unfold(name, kind[name]) for name in kind} for kind in kinds)
     return type(self).from_dict(tensors, arrays, self.meta_info)
 
 
@@ -174,8 +170,27 @@ def print_size(self: DataProto, prefix: str = "") -> None:
     print(f"{prefix}Size of tensordict: {sizes[0]} GB, size of non_tensor_batch: {sizes[1]} GB")
 
 
-for method in (reorder, make_iterator, sample_level_repeat, unfold_column_chunks, padding, is_padding_enabled,
-               to_tensordict, get_data_info, print_size, classmethod(from_tensordict)):  # fmt: skip
+def chunk(self: DataProto, chunks: int) -> list[DataProto]:
+    """Cuts `chunks` consecutive pieces of equal size; with auto_padding the last may be shorter, or fewer."""
+    if self.meta_info.get(AUTO_PADDING):
+        return self.split(-(-len(self) // chunks))
+    assert len(self) % chunks == 0, f"only support equal chunk. Got size of DataProto {len(self)} and chunk {chunks}"
+    return self.chunk_uneven(chunks)
+
+
+def rename(self: DataProto, old_keys: str | list[str], new_keys: str | list[str]) -> DataProto:
+    """Renames tensors in place; returns self."""
+    old, new = ([keys] if isinstance(keys, str) else [*keys] for keys in (old_keys, new_keys))
+    remaining = [name for name in (*self.tensors, *self.non_tensor_batch) if name not in old]
+    if len(old) != len(new) or len({*new, *remaining}) < len(new) + len(remaining):
+        raise ValueError(f"each of {old} needs one new name, unlike the other columns {remaining}; got {new}")
+    renamed = self.pop(old).tensors  # all are taken out first, so that two names can be swapped
+    self.batch.update(dict(zip(new, renamed.values(), strict=True)))
+    return self
+
+
+for method in (chunk, rename, reorder, make_iterator, sample_level_repeat, unfold_column_chunks, padding,
+               is_padding_enabled, to_tensordict, get_data_info, print_size, classmethod(from_tensordict)):  # fmt: skip
     setattr(DataProto, method.__name__, method)
 
 
@@ -235,40 +250,6 @@ def compute_response_mask(data: DataProto) -> Tensor:
     return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
 
 
-def as_torch_index(index: Sequence[Any] | np.ndarray | Tensor, device: str | torch.device | None = None) -> Tensor:
-    """Numbers labels, int64 [B]: integers, and floats all within 1e-6 of integers, stay what they are.
-
-    Anything else is numbered from 0 in the order of its string form.
-    """
-    labels = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
-    labels = labels.reshape(-1)
-    if all(isinstance(label, Real | np.bool_) for label in labels):
-        labels = np.array(labels.tolist())  # of their common type, where it was object
-        if np.allclose(labels, labels.round(), rtol=0, atol=1e-6):
-            return torch.as_tensor(labels.round().astype(np.int64), device=device)
-    _, codes = np.unique([str(label) for label in labels], return_inverse=True)
-    return torch.as_tensor(codes, dtype=torch.int64, device=device)
-
-
-def group_mean_std(
-    scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: str | torch.device | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean, std and count, float32 [G], of scores [B] by their group's number `gidx` [B] in 0 … G - 1.
-
-    std has n - 1 in the denominator and is at least sqrt(eps). A group of one, or none, has mean 0 and std 1.
-    """
-    scores = torch.as_tensor(scores, device=device).flatten().float()
-    gidx = as_torch_index(gidx, device=scores.device)
-    groups = Groups(gidx, torch.ones(len(scores), 1, device=scores.device))
-    size = int(gidx.max()) + 1 if len(gidx) else 0
-
-    def per_group(per_row: Tensor, if_empty: float) -> Tensor:
-        return scores.new_full((size,), if_empty).scatter(0, gidx, per_row)
-
-    std = groups.std(scores).clamp(min=math.sqrt(eps))
-    return per_group(groups.mean(scores), 0.0), per_group(std, 1.0), per_group(groups.count, 0.0)
-
-
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage  # verl's loop-free twin; here none loops
 
 
@@ -323,9 +304,6 @@ def load_all_tools(tool_config_path: str | None = None, function_tool_path: str 
     """Returns the tools of a yaml and of a file of functions in a list."""
     settings = schema.MultiTurnConfig(tool_config_path=tool_config_path, function_tool_path=function_tool_path)
     return [*find("source", "tools")(settings).values()]
-
-
-initialize_tools_from_config = load_all_tools
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from extras.server.__main__ import bind_socket, main, server_environment, vllm_c
 from extras.server.app import Served
 from extras.server.bodies import TokenText, count_held_back
 from extras.server.settings import ServerConfig, ServerSettings
+from extras.server.streaming import StreamingEngine
 from extras.server.tests.fixtures import compose, serving
 from tests.runs import ROOT, needs_vllm
 from tests.servers import KEY
@@ -182,7 +183,7 @@ def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model)
             return [Completion(one.id, said, [-1.0] * len(said), "stop", 0) for one in requests]
 
     engine = Calling(RolloutConfig(prompt_length=2000, response_length=99), tokenizer, None)
-    served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 999, 2099, 99)
+    served = Served("tiny", tokenizer, StreamingEngine(engine, nullcontext, ThreadPoolExecutor(1)), 999, 2099, 99)
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
     with serving(served, compose(tiny_model)) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
         asked = {"model": "tiny", "messages": CHAT, "tools": tools}
@@ -505,7 +506,7 @@ def test_a_request_that_the_engine_aborts_is_an_error(tiny_model):
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     engine = Aborting(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
-    served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
+    served = Served("tiny", tokenizer, StreamingEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
     with serving(served, compose(tiny_model)) as url, pytest.raises(urllib.error.HTTPError) as refused:
         post(url, GOOD)
     assert refused.value.code == 500 and "the engine gave the request up" in refused.value.read().decode()
@@ -528,7 +529,7 @@ class Fragile(Rollout):
 def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_next_is_served(tiny_model, caplog):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     engine = Fragile(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
-    served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
+    served = Served("tiny", tokenizer, StreamingEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
     with serving(served, compose(tiny_model)) as url:
         for prompt, code, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
             with pytest.raises(urllib.error.HTTPError) as refused:

@@ -24,7 +24,6 @@ from extras.verl.compat import (
     OpenAIFunctionParametersSchema,
     OpenAIFunctionSchema,
     OpenAIFunctionToolSchema,
-    as_torch_index,
     compute_entropy_loss,
     compute_policy_loss,
     compute_policy_loss_reinforce,
@@ -32,7 +31,6 @@ from extras.verl.compat import (
     deserialize_single_tensor,
     entropy_from_logits,
     get_response_mask,
-    group_mean_std,
     pad_2d_list_to_length,
     pad_dataproto_to_divisor,
     pad_sequence_to_length,
@@ -41,6 +39,7 @@ from extras.verl.compat import (
     unpad_dataproto,
 )
 from extras.verl.imports import StandIns, names_of_verl
+from extras.verl.numerics import as_torch_index, group_mean_std
 from tests.batches import aggregate, close
 from tests.test_protocol import CustomProto, few, make, rows
 from training.core_algos import get_policy_loss_fn
