@@ -47,6 +47,8 @@ def micro_batch_indices(lengths: Sequence[int], max_token_len: int) -> list[list
             f"cannot hold a sequence of {max(lengths)} tokens: raise it to at least that, "
             "or lower data.max_prompt_length or data.max_response_length."
         )
+    if sum(lengths) <= max_token_len:
+        return [[*range(len(lengths))]] if lengths else []
     parts: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # the tokens that a part still takes, ascending, and its index
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
