@@ -54,10 +54,7 @@ TABLE: dict[str, dict[str, str]] = {
         "agent_loop": "extras.verl.users_loop:LoopEpisode",
         "program": "extras.sessions.play:ProgramEpisode",
     },
-    "environment": {
-        "spaces": "extras.gym.space_text:SpaceText",
-        "processes": "extras.gym.process_env:ProcessEnv",
-    },
+    "environment": {"spaces": "extras.gym.space_text:SpaceText", "processes": "extras.gym.process_env:ProcessEnv"},
     "keys": {  # they translate in this order
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",

@@ -36,12 +36,7 @@ class CustomEnvDataset(RLHFDataset):
     """
 
     def __init__(
-        self,
-        environment: TextEnv,
-        tokenizer: PreTrainedTokenizerBase,
-        config: DataConfig,
-        size: int,
-        first: int = 0,
+        self, environment: TextEnv, tokenizer: PreTrainedTokenizerBase, config: DataConfig, size: int, first: int = 0
     ) -> None:
         super().__init__(None, tokenizer, config=config)
         self.environment, self.size, self.first = environment, size, first

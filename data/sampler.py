@@ -210,7 +210,8 @@ class PromptLoader:
     def row(self, position: int) -> Row:
         """Returns a row of the dataset, as batches hold it."""
         if position >= len(self.dataset):
-            raise ValueError(f"row {position} of {len(self.dataset)}: a dataset may grow in a run, but not shrink.")
+            problem = "a dataset may grow in a run, but not shrink, and a sampler draws from its rows alone"
+            raise ValueError(f"row {position} of {len(self.dataset)}: {problem}.")
         return self.make_row(self.dataset[position], position)
 
     def state_dict(self) -> dict[str, Any]:

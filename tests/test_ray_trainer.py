@@ -285,13 +285,15 @@ def test_the_sampler_hears_of_every_step_with_rewards(tmp_path):
     assert all(batch.token_level_scores.sum() > 0 and "advantages" in batch for batch in seen)
 
 
-def test_the_first_refused_updates_are_kept_for_study_and_several_in_a_row_end_the_run(tmp_path):
+def test_the_first_refused_updates_are_told_and_kept_for_study_and_several_in_a_row_end_the_run(tmp_path, caplog):
     overrides = ["trainer.max_skipped_updates=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     trainer, bandit = make_trainer(tmp_path, *overrides, steps=9)
     bandit.skips = [0.0, 1.0, 0.0, 0.0] * 3 + [1.0, 0.0, 0.0, 1.0]  # steps 1, 3, 5, 7 and 8 of two updates each
     with pytest.raises(RuntimeError, match=r"not finite in 2 steps in a row \(trainer\.max_skipped_updates=2"):
         trainer.fit()
     assert trainer.global_step == 8 and [*learning_metrics(tmp_path)] == [*range(1, 9)]
+    told = [step for step in range(1, 10) if f"Step {step}: the loss or gradient was not finite in 1" in caplog.text]
+    assert told == [1, 3, 5, 7]
     kept = sorted(path.name for path in tmp_path.glob("refused_update_step_*.pkl"))
     assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 5)]
     refused = DataProto.load_from_disk(tmp_path / kept[0])

@@ -3,6 +3,7 @@
 A trainer (training/ray_trainer.py) is a `Run` with a `step` of its own.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from configs.checks import plural
 from configs.process import Requests, end_by, in_notebook, in_words
 from configs.schema import Config
 from configs.settings import LAST
@@ -35,6 +37,8 @@ from training.messages import ended_early, files_left, nothing_left, steps_lost
 from training.metric_utils import timer
 from training.roles import WorkerError
 from training.tracking import Observers
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -178,14 +182,18 @@ class Run:
             self.observers.stepped(self.global_step, batch, self.metrics)
 
     def check_updates(self) -> None:
-        """Raises RuntimeError where loss or gradient was not finite in `most_skipped` steps in a row."""
+        """Warns of a loss or gradient that was not finite; raises RuntimeError in `most_skipped` steps in a row."""
         skipped = any(value > 0 for name, value in self.metrics.items() if name.endswith("/skipped_updates"))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row >= self.most_skipped:
-            raise RuntimeError(
-                f"the loss or gradient was not finite in {self.skipped_in_a_row} steps in a row{self.skipped_hint}. "
+        if skipped:
+            steps = plural(self.skipped_in_a_row, "step")
+            text = (
+                f"the loss or gradient was not finite in {steps} in a row{self.skipped_hint}. "
                 "The weights are as before them. Often: optim.lr is too high, or a reward of enormous size."
             )
+            if self.skipped_in_a_row >= self.most_skipped:
+                raise RuntimeError(text)
+            logger.warning("Step %d: %s", self.global_step, text)
 
     def outlook(self) -> tuple[str, str]:
         """Says when what a signal asks for will be done, and what a second one would lose."""
