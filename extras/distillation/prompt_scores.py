@@ -57,15 +57,11 @@ class ServerTeacher:
     async def ask_all(self, batch: DataProto) -> list[list[Scored]]:
         ids, masks = batch.batch["input_ids"], batch.batch["attention_mask"].bool()
         async with await open_session(self.settings.api_key, self.settings.timeout, AT_ONCE) as session:
-            model = self.model or await self.choose_model(session)
-            bodies = [self.body(model, row[mask].tolist()) for row, mask in zip(ids, masks, strict=True)]
+            if self.model is None:
+                self.model = (await ask(session, "GET", f"{self.url}/v1/models"))["data"][0]["id"]
+            bodies = [self.body(self.model, row[mask].tolist()) for row, mask in zip(ids, masks, strict=True)]
             answers = (ask(session, "POST", f"{self.url}/v1/completions", body) for body in bodies)
             return [answer["choices"][0]["prompt_logprobs"] for answer in await asyncio.gather(*answers)]
-
-    async def choose_model(self, session: Any) -> str:
-        cards = (await ask(session, "GET", f"{self.url}/v1/models"))["data"]
-        self.model = cards[0]["id"]
-        return self.model
 
     def body(self, model: str, prompt: list[int]) -> dict[str, Any]:
         return {"model": model, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": self.topk or 0}
@@ -77,10 +73,8 @@ def check_server(teacher: Teacher, key: str, tokenizer: PreTrainedTokenizerBase,
     url, longest = api_root(teacher.base_url), config.data.max_prompt_length + config.data.max_response_length
 
     def get(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        work = ask_once(
-            method, url + path, body, teacher.api_key, teacher.timeout, setting=f"{key}.base_url", retries=1
-        )
-        return run_in_background(work)
+        named = {"setting": f"{key}.base_url", "retries": 1}
+        return run_in_background(ask_once(method, url + path, body, teacher.api_key, teacher.timeout, **named))
 
     cards = {card["id"]: card for card in get("GET", "/v1/models").get("data", [])}
     name = teacher.model or (next(iter(cards)) if len(cards) == 1 else None)
@@ -92,8 +86,7 @@ def check_server(teacher: Teacher, key: str, tokenizer: PreTrainedTokenizerBase,
             f"{key}: {url} takes sequences of {room} tokens; prompt, response and one token more are {longest + 1}: "
             "start it with a larger --max-model-len, or lower data.max_response_length."
         )
-    settings = config.distillation.distillation_loss
-    scorer = ServerTeacher(teacher, settings.topk if settings.loss_mode == "forward_kl_topk" else None)
+    scorer = ServerTeacher(teacher, config.distillation.distillation_loss.scored_topk)
     ids = tokenizer.encode(PROBE, add_special_tokens=False)
     match get("POST", "/v1/completions", scorer.body(name, ids)):
         case {"choices": [{"prompt_logprobs": [None, *scored]}]} if len(scored) == len(ids) - 1:

@@ -39,6 +39,11 @@ class LossConfig(Frozen):
     clip_ratio_low: float | None = setting(None, "Lower ε; null: clip_ratio.", ge=0)
     clip_ratio_high: float | None = setting(None, "Upper ε; null: clip_ratio.", ge=0)
 
+    @property
+    def scored_topk(self) -> int | None:
+        """Returns how many tokens of each place a teacher scores; None: the sampled one."""
+        return self.topk if self.loss_mode == TOP_K else None
+
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
         if self.loss_mode in ("k1", "kl") and not self.use_policy_gradient and config.distillation.enabled:

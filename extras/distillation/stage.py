@@ -17,7 +17,7 @@ from training.roles import RoleSpec
 
 
 def columns_of(config: Config) -> tuple[str, ...]:
-    return TOP_COLUMNS if config.distillation.distillation_loss.loss_mode == TOP_K else ONE_TOKEN
+    return TOP_COLUMNS if config.distillation.distillation_loss.scored_topk else ONE_TOKEN
 
 
 def teacher_models(config: Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 
 from data.protocol import DataProto
 from extras.distillation.prompt_scores import ServerTeacher
-from extras.distillation.settings import ONE_TOKEN, TEACHERS, TOP_COLUMNS, TOP_K
+from extras.distillation.settings import ONE_TOKEN, TEACHERS, TOP_COLUMNS, Teacher
 from workers.dp_actor import ReferencePolicy, build_teacher
 from workers.micro_batches import cut_share
 from workers.model_worker import ModelWorker
@@ -69,17 +69,12 @@ class Teachers:
 
 def build_teachers(worker: ModelWorker) -> Teachers:
     settings, temperature = worker.config.distillation, worker.config.actor_rollout_ref.rollout.temperature
-    topk = settings.distillation_loss.topk if settings.distillation_loss.loss_mode == TOP_K else None
-    return Teachers(
-        [
-            ServerTeacher(teacher, topk)
-            if teacher.base_url
-            else HeldTeacher(
-                build_teacher(worker, teacher.model_path, f"{TEACHERS}.{name}"),
-                temperature,
-                topk,
-                len(worker.tokenizer),
-            )
-            for name, teacher in settings.teachers.items()
-        ]
-    )
+    topk = settings.distillation_loss.scored_topk
+
+    def build(name: str, teacher: Teacher) -> Scorer:
+        if teacher.base_url:
+            return ServerTeacher(teacher, topk)
+        policy = build_teacher(worker, teacher.model_path, f"{TEACHERS}.{name}")
+        return HeldTeacher(policy, temperature, topk, len(worker.tokenizer))
+
+    return Teachers([build(*item) for item in settings.teachers.items()])

@@ -36,6 +36,7 @@ from extras.images.media import Media, Shown, count_images, read_images, with_pa
 
 FORBIDDEN = -1e4  # added to the logit of a pad
 LEAST_BIAS = -100.0  # that vLLM takes
+OF_QWEN = ("pixel_values", "image_grid_thw")  # what its processor makes of an image
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")  # in configs: pads
 
 
@@ -200,7 +201,7 @@ class QwenReader(Reader):
         made = self.processor(images=[picture], return_tensors="pt")
         time, *cells = made["image_grid_thw"][0].tolist()
         rows, columns = (count // self.processor.merge_size for count in cells)
-        tokens, tensors = time * rows * columns, {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        tokens, tensors = time * rows * columns, {name: made[name] for name in OF_QWEN}
         return Shown(picture, tensors, (self.placeholder,) * tokens, tokens, (rows, columns))
 
 
@@ -212,10 +213,7 @@ class Qwen2VL(Vision):
 
     def features(self, images: Sequence[Shown]) -> list[Tensor]:
         device = self.model.device
-        pixels, grids = (
-            torch.cat([image.tensors[name] for image in images]).to(device)
-            for name in ("pixel_values", "image_grid_thw")
-        )
+        pixels, grids = (torch.cat([image.tensors[name] for image in images]).to(device) for name in OF_QWEN)
         return [*self.model.model.get_image_features(pixels, grids).pooler_output]
 
     def places(self, ids: Tensor, base: Tensor, media: Sequence[Media | None]) -> Tensor:

@@ -82,10 +82,6 @@ class Media:
         """By how much the positions behind the prompt are off from its number of tokens."""
         return sum(image.shift for image in self.images)
 
-    @property
-    def pictures(self) -> list[Image.Image]:
-        return [image.picture for image in self.images]
-
     def thumbnails(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
         """Lists where an image stands in a prompt, by how many tokens, and a small picture of it as a data URL."""
         found, position = [], 0
@@ -111,7 +107,8 @@ class Media:
 
     def for_engine(self, ids: Sequence[int]) -> dict[str, Any]:
         """Returns the prompt of an engine that processes pictures, and expands their placeholders, itself."""
-        return {"prompt_token_ids": self.collapse(ids), "multi_modal_data": {"image": self.pictures}}
+        pictures = [image.picture for image in self.images]
+        return {"prompt_token_ids": self.collapse(ids), "multi_modal_data": {"image": pictures}}
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
         """Puts a placeholder in place of each image's expansion, where it comes first: undoes `expand`."""

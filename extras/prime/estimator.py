@@ -5,7 +5,6 @@ reference, Q [B] a row's sum of it, and acc [B] a row's outcome, in [0, 1]. Fail
 """
 
 from collections.abc import Iterator
-from itertools import compress
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +124,7 @@ def sign_accuracy(scores: Tensor, acc: Tensor, response_mask: Tensor) -> float:
 def samples_by_prompt(index: Labels, response_mask: Tensor) -> Iterator[list[int]]:
     """Yields the rows of each prompt that did not fail."""
     prompts: dict[int, list[int]] = {}
-    labels, is_valid = Groups(index, response_mask).labels.tolist(), response_mask.bool().any(-1).tolist()
-    for row in compress(range(len(labels)), is_valid):
+    labels = Groups(index, response_mask).labels.tolist()
+    for row in response_mask.bool().any(-1).nonzero()[:, 0].tolist():
         prompts.setdefault(labels[row], []).append(row)
     yield from prompts.values()

@@ -62,9 +62,8 @@ class ProcessRewardModel(TrainedModel):
             micro_batches = cut_share(batch, self.update_size, names, self.engine.module)
             losses = (self.micro_batch_loss(micro, update, metrics, log_probs) for micro in micro_batches)
             stepped = self.engine.update(losses, update.step)
-        measured = metrics.reduce() | {f"reward_model/{name}": value for name, value in stepped.items()}
-        if "reward_model/lr" in measured:
-            measured["rm/lr"] = measured.pop("reward_model/lr")
+        names = {name: "rm/lr" if name == "lr" else f"reward_model/{name}" for name in stepped}
+        measured = metrics.reduce() | {names[name]: value for name, value in stepped.items()}
         return DataProto.from_dict({"prm_log_probs": log_probs}, meta_info={"metrics": measured})
 
     def micro_batch_loss(self, micro: MicroBatch, update: Update, metrics: PooledMetrics, log_probs: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from starlette.types import Message as ASGIMessage
 from transformers import PreTrainedTokenizerBase
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from data.chat import Prompt, encode_prompt, parse_prompt, tool_kwargs
+from data.chat import Prompt, as_messages, encode_prompt, parse_prompt, tool_kwargs
 from data.seeding import derive_seed
 from data.tool_parsers import HermesParser, ToolParser
 from data.types import Message
@@ -44,6 +44,7 @@ from extras.server.bodies import (
     ScoredToken,
     TokenText,
     error_body,
+    image_urls,
     read_piece,
     with_text,
 )
@@ -193,7 +194,7 @@ def build_app(served: Served) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         check_model(served, body.model)
-        return await answer(served, body, [chat_prompt(body)], request)
+        return await answer(served, body, [chat_prompt(body, "images" in vars(served.tokenizer))], request)
 
     return app
 
@@ -235,33 +236,37 @@ def completion_prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     return [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
 
 
-def chat_prompt(body: ChatBody) -> list[Message]:
+def chat_prompt(body: ChatBody, reads_images: bool) -> list[Message]:
     """Returns the messages of the body as a prompt; raises HTTPException if they are not one."""
     try:
         messages = parse_prompt(body.messages)
         if strange := [each["role"] for each in messages if each["role"] not in ROLES]:  # a template writes it as it is
             raise ValueError(f"the role {reprlib.repr(strange[0])} is none of {', '.join(ROLES)}")
-        return [with_text(each) for each in messages]
+        return [with_text(each, reads_images) for each in messages]
     except ValueError as error:
         raise HTTPException(400, f"messages: {error}") from error
 
 
 async def encode(served: Served, prompt: Prompt | list[int], for_template: Json) -> list[int]:
-    """Returns the token ids of a prompt, which may be ids; raises HTTPException if it is longer than any that fits, or
-    if the chat template does not write it."""
+    """Returns the token ids of a prompt, which may be ids; raises HTTPException if it is longer than any that fits, if
+    the chat template does not write it, or if an image cannot be read."""
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict)):
         return prompt
     texts = [prompt] if isinstance(prompt, str) else ["".join(map(str, message.values())) for message in prompt]
-    characters = sum(map(len, texts)) + len(str(for_template or ""))
-    if characters > served.characters or len(texts) > served.context:
+    images = [url for message in as_messages(prompt) for url in image_urls(message.get("content"))]
+    characters = sum(map(len, texts)) + len(str(for_template or "")) - sum(map(len, images))
+    if characters > served.characters or len(texts) + len(images) > served.context:
         size = f"{characters} characters in {len(texts)} messages, more than {served.context} tokens can hold"
         raise HTTPException(400, f"the prompt has {size} (data.max_prompt_length + max_response_length)")
-    work = partial(encode_prompt, prompt, served.tokenizer, **for_template)
-    working = asyncio.get_running_loop().run_in_executor(served.encoder, work)
+    encoding = partial(encode_prompt, tokenizer=served.tokenizer, **for_template)
+    if images:
+        encoding = partial(served.tokenizer.images.encode, images=images, key="image_url", encode=encoding)
+    working = asyncio.get_running_loop().run_in_executor(served.encoder, encoding, prompt)
     try:
         return await working
     except (ValueError, *TEMPLATE_ERRORS) as error:
-        raise HTTPException(400, f"messages: the chat template refuses them: {error}") from error
+        reason = "" if images and isinstance(error, ValueError) else "the chat template refuses them: "
+        raise HTTPException(400, f"messages: {reason}{error}") from error
 
 
 def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequence[int]) -> int:

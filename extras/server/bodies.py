@@ -334,11 +334,11 @@ def check_characters(body: Json) -> None:
         raise ValueError(f"the body holds {error.object[error.start]!r}, which is half a character") from error
 
 
-def with_text(message: Json) -> Json:
-    """Returns a message as templates take it: the content as a string, "" if there are only calls, and arguments of
-    calls as values, not as JSON ("" is none)."""
+def with_text(message: Json, reads_images: bool = False) -> Json:
+    """Returns a message as templates take it: the content as `as_string` has it, "" if there are only calls, and
+    arguments of calls as values, not as JSON ("" is none)."""
     has_content = "content" in message or message.get("tool_calls")
-    changed = {"content": as_string(message.get("content", ""))} if has_content else {}
+    changed = {"content": as_string(message.get("content", ""), reads_images)} if has_content else {}
     if "tool_calls" in message:
         try:
             calls = [(call, call["function"], call["function"]["arguments"]) for call in message["tool_calls"]]
@@ -354,13 +354,26 @@ def with_text(message: Json) -> Json:
     return message | changed
 
 
-def as_string(content: Any) -> Any:
-    """The content of a message as templates take it: parts of text are joined by line feeds."""
+def as_string(content: Any, reads_images: bool) -> Any:
+    """Returns the content of a message as templates take it: parts of text are joined by line feeds, and beside images,
+    where the model `reads_images`, parts stay parts."""
     if not isinstance(content, list):
         return content
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        raise ValueError('a part of a content must be {"type": "text", "text": …}: this server reads text alone')
-    return "\n".join(part["text"] for part in content)
+    urls = image_urls(content) if reads_images else []
+    if not all(isinstance(url, str) and url.startswith("data:image/") for url in urls):
+        raise ValueError("an image_url is no data: URL of an image (data:image/…), and this server fetches none")
+    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if len(texts) + len(urls) < len(content):
+        reads = "text, and images by image_url" if reads_images else "text alone"
+        raise ValueError(f'a part of a content must be {{"type": "text", "text": …}}: this server reads {reads}')
+    return content if urls else "\n".join(texts)
+
+
+def image_urls(content: Any) -> list[Any]:
+    """Lists what the parts of a content have as URLs of images."""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    images = [part.get("image_url") for part in parts if part.get("type") == "image_url"]
+    return [image.get("url") if isinstance(image, dict) else image for image in images]
 
 
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:

@@ -221,8 +221,7 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Lists the layers of `model` that are sharded each by itself: all but those that read images, which a rank without
     an image does not enter, and which the root gathers."""
-    vision = vision_of(model.config)
-    tower = vision.tower if vision else ()
+    tower = vision.tower if (vision := vision_of(model.config)) else ()
     layers = {name: part for name, part in model.named_modules() if isinstance(part, GradientCheckpointingLayer)}
     return [layer for name, layer in layers.items() if not name.startswith(tower)]
 

@@ -110,15 +110,6 @@ def test_groups_that_tie_and_failed_batches_are_nothing(name):
     assert loss == 0 and not gradient.any() and not any(metrics.values())
 
 
-def test_on_policy_gvpo_is_reinforce_with_the_groups_mean():
-    _, new, reference, advantages, mask, ids = drawn(2)
-    ids, mask = ids // 4, mask.clone()
-    gradient = run_loss("gvpo", new, new, reference, advantages, mask, ids)[2]
-    scores, rows = advantages.nan_to_num(0).sum(1) / mask.sum(1).clamp(min=1), mask.any(1)
-    lead = torch.where(rows, scores - scores[rows].mean(), 0)[:, None] * mask
-    close(gradient, -0.7 * lead / (rows.sum() - 1), 1e-9)
-
-
 # The actor
 
 

@@ -34,9 +34,7 @@ from workers.parallel import Replicas
 REF = "actor_rollout_ref.ref.model.path"
 MODELS = "distillation.teacher_models"
 SIZE = MicroBatchSize(None, 64)
-RATE = [
-    f"actor_rollout_ref.actor.optim.{one}" for one in ("lr=1e-3", "lr_warmup_steps=0", "lr_scheduler_type=constant")
-]
+RATE = ["actor_rollout_ref.actor.optim={lr: 1e-3, lr_warmup_steps: 0, lr_scheduler_type: constant}"]
 WEIGHTS = "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"
 
 
@@ -336,9 +334,8 @@ def check_served(url: str, teacher: Path, tiny_model: Path, folder: Path) -> Non
     prepare(compose(*short_run(tiny_model, folder, *served)))
     for topk in (None, 3):
         batch = ragged_batch()
-        found, expected = (
-            one.score(batch) for one in (ServerTeacher(Teacher(base_url=url), topk), held(teacher, topk))
-        )
+        found = ServerTeacher(Teacher(base_url=url), topk).score(batch)
+        expected = held(teacher, topk).score(batch)
         for name, column in expected.batch.items():
             assert torch.allclose(found.batch[name].double(), column.double(), atol=1e-4)
 

@@ -45,6 +45,12 @@ def test_episodes_show_a_picture_a_turn(folders, tmp_path: Path, family: str):
     assert len(rows) > len(samples) == 8 and all(len(each["pictures"]) == 1 for each in rows)
 
 
+def test_a_picture_in_a_transcript_is_refused(folders, tmp_path: Path):
+    settings = short_run(folders["idefics3"], tmp_path, "env.mode=episode", "env.history=transcript")
+    done = run_main(*settings, name="frozenlake_pixels")
+    assert done.returncode != 0 and "set env.history=turns" in done.stderr
+
+
 def test_supervised_training_reads_images(folders, tmp_path: Path):
     rows = [
         row("<image>?", {"bytes": base64.b64encode(png(picture(i))).decode()}) | {"response": "abcd"[i]}
@@ -70,12 +76,8 @@ def test_rows_of_geometry3k_are_scored_by_its_rule(folders, tmp_path: Path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     settings = [f"data.train_files={tmp_path}/train.parquet", f"actor_rollout_ref.model.path={folders['merged']}"]
     settings += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.max_response_length=4"]
-    settings += [
-        "data.train_batch_size=4",
-        "trainer.total_training_steps=1",
-        f"trainer.default_local_dir={tmp_path}/run",
-    ]
-    done = python("main.py", *settings, "data.max_prompt_length=128", "trainer.logger=[]")
+    settings += ["data.train_batch_size=4", "trainer.total_training_steps=1", "data.max_prompt_length=128"]
+    done = python("main.py", *settings, f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[]")
     assert done.returncode == 0, done.stderr[-3000:]
     [metrics] = [each for step, each in learning_metrics(tmp_path / "run").items() if step == 1]
     assert metrics["critic/score/mean"] == 0.0 and metrics["rollout_mismatch/max_ratio"] < 1 + 1e-5

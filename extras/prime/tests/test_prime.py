@@ -104,15 +104,6 @@ def test_best_of_n_weights_by_hand():
     close(best_of_n_weights(values, ["a", "a", "a", "b"], mask), [3, 3 / 9, 3 * 4 / 9, 1])
 
 
-def test_a_model_that_is_its_reference_leaves_exactly_the_outcomes():
-    nothing = token_rewards(torch.zeros(2, 4), MASK, BETA)
-    found, returns = advantages(batch_norm(nothing, MASK), ACC, MASK, ["a", "a"])
-    alone, _ = advantages(torch.randn(2, 4), ACC, MASK, ["a", "a"], reward_dpo_coef=0)
-    assert torch.equal(found, alone) and returns[0].tolist() == [5, 5, 5, 0]
-    ties = advantages(nothing, torch.tensor([0.3, 0.3]), MASK, ["a", "a"])[0]
-    assert ties.tolist() == torch.zeros(2, 4).tolist()
-
-
 def test_the_baseline_of_a_row_is_the_others_mean_and_a_part_of_its_own_distance():
     mask, index = torch.ones(3, 5, dtype=torch.long), ["a"] * 3
     rewards = torch.randn(3, 5)
@@ -253,10 +244,7 @@ def play(model: Path, folder: Path, *more: str) -> dict[int, dict[str, float]]:
     return learning_metrics(folder)
 
 
-REWARD = """
-def compute_reward(prompt, response, ground_truth):
-    return float(sum(map(ord, response)) % 2)
-"""
+REWARD = "def compute_reward(prompt, response, ground_truth):\n    return float(sum(map(ord, response)) % 2)\n"
 
 
 @pytest.fixture
@@ -299,9 +287,7 @@ def test_a_model_that_never_learns_rewards_nothing(tiny_model: Path, tmp_path: P
 
 def test_a_resumed_run_repeats_to_the_bit(tiny_model: Path, tmp_path: Path, scored: list[str]):
     whole = play(tiny_model, tmp_path / "whole", *scored, "trainer.save_freq=2")
-    assert sorted(part.name for part in (tmp_path / "whole/global_step_2").iterdir() if part.is_dir()) == [
-        "actor", "prm",
-    ]  # fmt: skip
+    assert {part.name for part in (tmp_path / "whole/global_step_2").iterdir() if part.is_dir()} == {"actor", "prm"}
     from_step_2 = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/whole/global_step_2"]
     again = play(tiny_model, tmp_path / "resumed", *scored, "trainer.save_freq=2", *from_step_2)
     assert [again[step] for step in (3, 4)] == [whole[step] for step in (3, 4)]
