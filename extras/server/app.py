@@ -188,12 +188,10 @@ def build_app(served: Served) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        check_model(served, body.model)
         return await answer(served, body, completion_prompts(body), request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        check_model(served, body.model)
         return await answer(served, body, [chat_prompt(body, "images" in vars(served.tokenizer))], request)
 
     return app
@@ -232,8 +230,7 @@ def model_card(name: str, context: int) -> Json:
 
 def completion_prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     """Returns every prompt of the body, a text or token ids."""
-    prompts = body.prompt
-    return [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
+    return [prompt] if isinstance(prompt := body.prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
 def chat_prompt(body: ChatBody, reads_images: bool) -> list[Message]:
@@ -261,12 +258,10 @@ async def encode(served: Served, prompt: Prompt | list[int], for_template: Json)
     encoding = partial(encode_prompt, tokenizer=served.tokenizer, **for_template)
     if images:
         encoding = partial(served.tokenizer.images.encode, images=images, key="image_url", encode=encoding)
-    working = asyncio.get_running_loop().run_in_executor(served.encoder, encoding, prompt)
     try:
-        return await working
+        return await asyncio.get_running_loop().run_in_executor(served.encoder, encoding, prompt)
     except (ValueError, *TEMPLATE_ERRORS) as error:
-        reason = "" if images and isinstance(error, ValueError) else "the chat template refuses them: "
-        raise HTTPException(400, f"messages: {reason}{error}") from error
+        raise HTTPException(400, f"messages: they cannot be encoded: {error}") from error
 
 
 def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequence[int]) -> int:
@@ -308,6 +303,7 @@ async def answer(
     served: Served, body: CompletionBody | ChatBody, inputs: Sequence[Prompt | list[int]], request: Request
 ) -> Response:
     """Answers a request with all of its choices, whole or as a stream of events."""
+    check_model(served, body.model)
     if not inputs:
         raise HTTPException(400, "prompt is empty")
     if len(inputs) * (body.n or 1) > MOST_CHOICES:
@@ -419,8 +415,7 @@ async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) 
                     yield event(form.chunk(index, part))
     except (ValueError, EngineError) as error:
         yield event(error_body(str(error), "server_error"))
-    options = form.body.stream_options
-    if options is not None and options.include_usage:
+    if (options := form.body.stream_options) and options.include_usage:
         yield event(form.closing())
     yield "data: [DONE]\n\n"
 

@@ -443,7 +443,7 @@ HOSTILE = [
     (CHATS | {"messages": CHAT, "chat_template_kwargs": {"thinks": "a" * 10**6}}, 400, "characters in 1 messages"),
     (GOOD | {"repetition_penalty": 1.5}, 400, "repetition_penalty: Extra inputs"),
     (CHATS | {"messages": CHAT * 1000}, 400, "in 1000 messages, more than 64 tokens"),
-    (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, 400, "messages: the chat template refuses them"),
+    (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, 400, "messages: they cannot be encoded"),
 ]
 
 
