@@ -62,9 +62,8 @@ class ProcessRewardModel(TrainedModel):
             micro_batches = cut_share(batch, self.update_size, names, self.engine.module)
             losses = (self.micro_batch_loss(micro, update, metrics, log_probs) for micro in micro_batches)
             stepped = self.engine.update(losses, update.step)
-        names = {name: "rm/lr" if name == "lr" else f"reward_model/{name}" for name in stepped}
-        measured = metrics.reduce() | {names[name]: value for name, value in stepped.items()}
-        return DataProto.from_dict({"prm_log_probs": log_probs}, meta_info={"metrics": measured})
+        named = {"rm/lr" if name == "lr" else f"reward_model/{name}": value for name, value in stepped.items()}
+        return DataProto.from_dict({"prm_log_probs": log_probs}, meta_info={"metrics": metrics.reduce() | named})
 
     def micro_batch_loss(self, micro: MicroBatch, update: Update, metrics: PooledMetrics, log_probs: Tensor) -> Tensor:
         """Computes the micro-batch's share of the mini-batch's loss; puts its log-probs in their places."""
