@@ -35,7 +35,7 @@ IRREGULAR = frozenset((
 CEILINGS = {
     "core lines": 17_290,
     "core files": 82,
-    "product lines": 40_990,
+    "product lines": 41_000,
     "scripts and benchmarks": 3_720,
     "names in training/": 19,
     "names in workers/": 24,
