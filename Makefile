@@ -5,6 +5,7 @@ SEED ?= 0
 CONFIG ?= frozenlake
 TASK ?= arithmetic
 GAME ?= frozenlake_multiturn
+PUZZLE ?= shell_game
 SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -48,8 +49,8 @@ smollm2: setup  ## train SmolLM2-135M on arithmetic (SEED=0 TASK=arithmetic or c
 multiturn: setup  ## train in whole episodes (SEED=0 GAME=frozenlake_multiturn, or blackjack, cliffwalking, taxi, calculator_tool)
 	$(RUN) -m scripts.multiturn --seed $(SEED) --task $(GAME)
 
-reasoning: setup  ## train a tiny model to work out its answers, in 108 tokens (SEED=0)
-	$(RUN) -m scripts.reasoning --seed $(SEED)
+reasoning: setup  ## train a model to work out its answers, in over 100 tokens (SEED=0 PUZZLE=shell_game or long_sum)
+	$(RUN) -m scripts.reasoning --seed $(SEED) --task $(PUZZLE)
 
 pixels: setup  ## train a tiny model that reads images on FrozenLake (SEED=0)
 	$(RUN) -m scripts.pixels --seed $(SEED)

@@ -16,6 +16,7 @@ from data.seeding import numpy_generator
 
 CUPS = 8
 LETTERS = string.ascii_letters  # the names of the swaps: there are as many
+AT_ONCE, WORKED = "#", "0"  # how the two kinds of answers begin
 
 Rows = list[dict[str, Any]]
 
@@ -40,7 +41,7 @@ def work_out(swaps: str, cup: int = 0, slip: float = 0.0, rng: np.random.Generat
     return f"{worked}#{cup}"
 
 
-def with_wrong_cup(worked: str) -> str:
+def with_wrong_step(worked: str) -> str:
     """Returns the first half of a worked answer, its last cup replaced by another."""
     half = worked[: len(LETTERS) + 1]
     return re.sub(r"(\d)\D*$", lambda last: str((int(last[1]) + 3) % CUPS), half)
@@ -80,4 +81,4 @@ def compute_score(
 ) -> dict[str, float]:
     """1 if the answer ends with # and the right cup, else 0; `worked` tells answers that do not begin with it."""
     right = float(solution_str.endswith(f"#{ground_truth}"))
-    return {"score": right, "acc": right, "worked": float(not solution_str.startswith("#"))}
+    return {"score": right, "acc": right, "worked": float(not solution_str.startswith(AT_ONCE))}

@@ -129,7 +129,7 @@ def warm_start(config: Config, folder: Path) -> None:
 def imitate(
     config: Config, folder: Path, lessons: Sequence[Lesson], save_model: Callable[..., None] = save_tiny_model
 ) -> None:
-    """Trains a tiny model on one lesson after another, and saves it where the RL config expects it."""
+    """Trains a new model on one lesson after another, and saves it where the RL config expects it."""
     seed, target = config.trainer.seed, Path(config.actor_rollout_ref.model.path)
     model = folder / "random_model"
     save_model(model, seed=derive_seed(seed, "tiny_model"))
@@ -144,6 +144,7 @@ def imitate(
             f"data.train_files={rows}",
             f"model.path={model}",
             f"model.kernels={config.actor_rollout_ref.model.kernels}",
+            f"fsdp_config.dtype={config.actor_rollout_ref.actor.fsdp_config.dtype}",
             f"trainer.default_local_dir={folder}/sft_{number}",
             "trainer.resume_mode=disable",
         ]

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import json
+import shutil
 import time
 from typing import Any
 
@@ -83,11 +84,23 @@ def learn(task: str, config: Config) -> dict[str, Any]:
 
 
 def make_model(config: Config) -> None:
-    """SmolLM2, unless it is there or the config names another model."""
-    model = smollm2_model.FOLDER
-    if config.actor_rollout_ref.model.path == str(model) and not model.is_dir():
-        print(f"making {model} from the package {smollm2_model.PACKAGE} (once, a minute)")
-        smollm2_model.save_smollm2(model)
+    """Makes SmolLM2, unless it is there or the config names another model."""
+    if config.actor_rollout_ref.model.path == str(smollm2_model.FOLDER):
+        smollm2_folder()
+
+
+def smollm2_folder() -> Path:
+    """Returns the folder of SmolLM2, which is made where it is missing."""
+    folder = smollm2_model.FOLDER
+    if not folder.is_dir():
+        print(f"making {folder} from the package {smollm2_model.PACKAGE} (once, a minute)")
+        smollm2_model.save_smollm2(folder)
+    return folder
+
+
+def copy_smollm2(folder: Path, seed: int) -> None:
+    """Copies SmolLM2 to `folder`, to begin a warm start with; nothing is drawn by `seed`."""
+    shutil.copytree(smollm2_folder(), folder, dirs_exist_ok=True)
 
 
 def side_by_side(config: Config, success: str) -> list[Row]:

@@ -1,16 +1,17 @@
-"""`make reasoning`: its game by hand, its demonstrations, and the whole command at toy size."""
+"""`make reasoning`: its tasks by hand, their demonstrations, and the whole command at toy size."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.seeding import numpy_generator
-from examples import shell_game
+from examples import long_sum, shell_game
 from examples.shell_game import compute_score, demonstrations, make_rows, work_out
 from scripts import reasoning
-from scripts.quickstart import Lesson
 
 
 def test_a_game_by_hand():
@@ -47,18 +48,47 @@ def test_every_cup_is_as_likely_in_the_end():
 def test_a_wrong_cup_moves_the_end_of_every_game():
     swaps = shell_game.draw(numpy_generator(0, "test"))
     worked = work_out(swaps)
-    changed = shell_game.with_wrong_cup(worked)
+    changed = shell_game.with_wrong_step(worked)
     assert len(changed) == 53 and changed[:-1] == worked[:52] and changed[-1] != worked[52]
     assert work_out(swaps[52:], cup=int(changed[-1]))[-1] != worked[-1]
 
 
-def few_rows(batch: int) -> Lesson:
-    return reasoning.lesson(4, 0.5, 0.02, f"data.train_batch_size={batch}")
+def test_a_long_sum_by_hand():
+    worked = long_sum.work_out([8, -6, 3])
+    assert worked == "A: 8 - 6 = 2\nB: 2 + 3 = 5\nAnswer: 5"
+    assert long_sum.question([8, -6, 3])[0]["content"] == "Start with 8.\nA: - 6\nB: + 3"
+    right = {"score": 1.0, "acc": 1.0}
+    assert long_sum.compute_score("", worked, "5") == {**right, "worked": 1.0}
+    assert long_sum.compute_score("", "Answer: 5", "5") == {**right, "worked": 0.0}
+    for wrong in ("Answer: 15", "5", "Answer: 5\n", "Answer: 50"):
+        assert long_sum.compute_score("", wrong, "5")["score"] == 0
+
+
+def test_sums_are_demonstrated_right_at_once_and_worked_out_with_slips():
+    rng = numpy_generator(0, "test")
+    sums = [long_sum.draw(rng) for _ in range(200)]
+    assert all(len(terms) == 10 and min(np.cumsum(terms)) >= 0 for terms in sums)
+    rows = long_sum.demonstrations(seed=0, count=200, at_once=0.5, slip=0.02)
+    at_once = [row for row in rows if row["response"].startswith("Answer:")]
+    assert 70 < len(at_once) < 130
+    for row in at_once:
+        start, *lines = row["prompt"][0]["content"].replace(" ", "").split("\n")
+        terms = [int(start[9:-1]), *(int(line[2:]) for line in lines)]
+        assert row["response"] == f"Answer: {sum(terms)}"
+    slipped = [long_sum.work_out(terms, 0.02, rng) != long_sum.work_out(terms) for terms in sums]
+    assert 0.08 < sum(slipped) / 200 < 0.26  # 1 - 0.98 ** 9 = 0.17
+
+
+def test_a_wrong_total_stands_in_the_middle_of_a_sum():
+    worked = long_sum.work_out([6, 6, -7, 1, 9, 4, 5, 8, -9, -3])
+    assert long_sum.with_wrong_step(worked).split("\n") == [*worked.split("\n")[:4], "E: 15 + 4 = 22"]
 
 
 def test_the_command_leaves_figures_of_three_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, few in {"TRAIN_ROWS": 8, "HELD_OUT_ROWS": 4, "LESSONS": [few_rows(1), few_rows(2)]}.items():
+    lessons = [reasoning.lesson(shell_game, 4, 0.5, 0.02, f"data.train_batch_size={batch}") for batch in (1, 2)]
+    short = {"shell_game": replace(reasoning.TASKS["shell_game"], lessons=lessons)}
+    for name, few in {"TRAIN_ROWS": 8, "HELD_OUT_ROWS": 4, "TASKS": short}.items():
         monkeypatch.setattr(reasoning, name, few)
     reward = f"reward.custom_reward_function.path={shell_game.__file__}"
     run = "data.max_response_length=8 data.train_batch_size=2 actor_rollout_ref.rollout.n=2"
@@ -69,4 +99,4 @@ def test_the_command_leaves_figures_of_three_models(tmp_path: Path, monkeypatch:
     assert summary["seed"] == 3
     for name in ("warm start", "after RL", "control"):
         assert summary[name]["parameters"] == 800_128 and 0 <= summary[name]["greedy: accuracy"] <= 1
-    assert "a cup changed: answer moves" in capsys.readouterr().out
+    assert "a step changed: answer moves" in capsys.readouterr().out
