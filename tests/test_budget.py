@@ -36,7 +36,7 @@ CEILINGS = {
     "core lines": 17_290,
     "core files": 82,
     "product lines": 41_000,
-    "scripts and benchmarks": 3_720,
+    "scripts and benchmarks": 3_770,
     "names in training/": 19,
     "names in workers/": 24,
     "names in data/": 16,
@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 42_210,
+    "test lines": 42_240,
 }
 
 
