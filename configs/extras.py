@@ -35,6 +35,19 @@ TABLE: dict[str, dict[str, str]] = {
     "parallel": {"replicas": "workers.parallel:Replicas", "fsdp2": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
     "imports": {"verl": "extras.verl.imports:StandIns"},
+    "batch_method": {  # of a DataProto, beside those that the project calls
+        "chunk": "extras.verl.compat:chunk",
+        "rename": "extras.verl.compat:rename",
+        "reorder": "extras.verl.compat:reorder",
+        "make_iterator": "extras.verl.compat:make_iterator",
+        "sample_level_repeat": "extras.verl.compat:sample_level_repeat",
+        "unfold_column_chunks": "extras.verl.compat:unfold_column_chunks",
+        "padding": "extras.verl.compat:padding",
+        "is_padding_enabled": "extras.verl.compat:is_padding_enabled",
+        "to_tensordict": "extras.verl.compat:to_tensordict",
+        "get_data_info": "extras.verl.compat:get_data_info",
+        "print_size": "extras.verl.compat:print_size",
+    },
     # by the setting that asks for it
     "parent": {"trainer.max_restarts": "extras.restarts.restarts:supervise"},  # of the process that is to run
     "flag": {"--multirun": "extras.sweep.sweep:sweep"},  # of a command

@@ -4,7 +4,7 @@ Tensors live in `batch` (a TensorDict), everything else in `non_tensor_batch` (n
 and what holds for the whole batch in `meta_info`. Names and semantics are verl's. Whatever moves rows (slicing,
 repeating, reordering, padding, mini-batches) is one gather, `_take`, over both kinds of columns.
 
-Verl's methods that the project does not call, such as `to_tensordict`, are in extras/verl/compat.py.
+Verl's methods that the project does not call, such as `chunk`, are found in extras/verl/compat.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from os import PathLike
+from types import MethodType
 from typing import Any, Self
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from configs.extras import find, has
 from data.files import replacing
 from data.wire import pack, unpack
 
@@ -56,9 +58,11 @@ class _Columns:
         """Returns a column, as in `data.responses`: Python asks here for whatever is neither a field nor a method."""
         if "meta_info" not in vars(self):  # half built, by copy or pickle: no columns to look into yet
             raise AttributeError(name)
-        if name not in self:
-            raise AttributeError(f"no column {name!r}; there are {[*self.tensors, *self.non_tensor_batch]}")
-        return self.get(name)
+        if name in self:
+            return self.get(name)
+        if has("batch_method", name):
+            return MethodType(find("batch_method", name), self)
+        raise AttributeError(f"no column {name!r}; there are {[*self.tensors, *self.non_tensor_batch]}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__:  # the next slice would lose it

@@ -35,7 +35,7 @@ IRREGULAR = frozenset((
 CEILINGS = {
     "core lines": 17_290,
     "core files": 82,
-    "product lines": 41_000,
+    "product lines": 41_010,
     "scripts and benchmarks": 3_770,
     "names in training/": 19,
     "names in workers/": 24,
@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 42_240,
+    "test lines": 42_250,
 }
 
 

@@ -137,7 +137,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_core_alone_trains_as_ever(bare: Path):
     """…by the numbers that were recorded with all extras there and kernels=off."""
-    pass_tests(bare, GOLDEN, "-k", "off and not pf_ppo and (sums or frozenlake or episodes or ppo or dapo)")
+    pass_tests(bare, GOLDEN, "-k", "off and not pf_ppo and (sums or frozenlake or episodes or ppo)")
 
 
 # Two runs and their Ray workers, as forks of a process of the copy.

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from configs import schema
-from configs.extras import find
+from configs.extras import TABLE, find
 from data.pretrained import as_users_read
 from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
 from data.tools import BaseTool, ToolSchema
@@ -189,9 +189,9 @@ def rename(self: DataProto, old_keys: str | list[str], new_keys: str | list[str]
     return self
 
 
-for method in (chunk, rename, reorder, make_iterator, sample_level_repeat, unfold_column_chunks, padding,
-               is_padding_enabled, to_tensordict, get_data_info, print_size, classmethod(from_tensordict)):  # fmt: skip
-    setattr(DataProto, method.__name__, method)
+for name in TABLE["batch_method"]:
+    setattr(DataProto, name, globals()[name])
+DataProto.from_tensordict = classmethod(from_tensordict)
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:

@@ -1,9 +1,21 @@
-"""Methods of verl's that a DataProto has once a file imports verl."""
+"""Methods of verl's that a DataProto has beside those that the project calls."""
+
+import subprocess
+import sys
 
 import pytest
 
 import extras.verl.compat  # noqa: F401  (adds them)
 from tests.test_protocol import assert_same, make, rows
+
+
+def test_a_batch_finds_them_though_nothing_imported_verl():
+    program = (
+        "import torch; from data.protocol import DataProto as D; batch = D.from_dict({'x': torch.arange(4)});"
+        "batch.reorder([3, 2, 1, 0]); print([part.x.tolist() for part in batch.chunk(2)], hasattr(batch, 'y'))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[[3, 2], [1, 0]] False\n"
 
 
 def test_chunk_cuts_equally_or_not_at_all():
