@@ -233,7 +233,7 @@ def completion_prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     return [prompt] if isinstance(prompt := body.prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
-def chat_prompt(body: ChatBody, reads_images: bool) -> list[Message]:
+def chat_prompt(body: ChatBody, reads_images: bool = False) -> list[Message]:
     """Returns the messages of the body as a prompt; raises HTTPException if they are not one."""
     try:
         messages = parse_prompt(body.messages)
