@@ -235,7 +235,7 @@ WHOLE = {
         """),
     "DAPO 0.2": ("main", f"""
         {BY_TOKENS} algorithm.adv_estimator=grpo algorithm.filter_groups.enable=True {A}.use_token_level_loss=True
-        algorithm.filter_groups.metric=seq_final_reward algorithm.filter_groups.max_num_gen_batches=2
+        algorithm.filter_groups.metric=seq_final_reward algorithm.filter_groups.max_num_gen_batches=2 {R}.n=4
         """),
     "other engines 0.9": ("main", f"""
         {FIXED_SIZES} algorithm.adv_estimator=grpo {A}.veomni.param_offload=True {A}.veomni.fsdp_size=4
