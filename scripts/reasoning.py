@@ -135,8 +135,8 @@ def learn(task: Task, config: Config, control: Config) -> None:
         "after RL": (folder / last, config),
         "control": (folder / "at_once" / last, control),
     }
-    for name, (model, limits) in models.items():
-        summary[name] = measure(task, model, rows, limits.data.max_response_length, seed)
+    for name, (model, run_config) in models.items():
+        summary[name] = measure(task, model, rows, run_config)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     table = Table("", *models)
     for figure in [figure for figure in summary["warm start"] if figure != "answers"]:
@@ -150,15 +150,17 @@ def minutes_of(config: Config, phase: str) -> float:
     return round(sum(entry["data"].get(f"timing_s/{phase}", 0) for entry in record) / 60, 1)
 
 
-def measure(task: Task, folder: Path, rows: Sequence[Row], limit: int, seed: int) -> Row:
-    """Measures a model on `rows`: answers of up to `limit` tokens, and what comes of beginnings."""
+def measure(task: Task, folder: Path, rows: Sequence[Row], config: Config) -> Row:
+    """Measures a model on `rows`, in its run's dtype and length: its answers, and what comes of beginnings."""
+    limit, dtype = config.data.max_response_length, config.actor_rollout_ref.actor.fsdp_config.dtype
     right = [row["reward_model"]["ground_truth"] for row in rows]
     at_once, worked_out = task.rows.AT_ONCE, task.rows.WORKED
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
 
     def answers(begin: Sequence[str], **sampling: Any) -> list[str]:
-        torch.manual_seed(seed)
+        torch.manual_seed(config.trainer.seed)
         prompts = [*map(str.__add__, chats, begin)]
         batches = (prompts[first : first + ROWS_AT_ONCE] for first in range(0, len(prompts), ROWS_AT_ONCE))
         texts = chain.from_iterable(continued(batch, **sampling) for batch in batches)
