@@ -5,7 +5,6 @@ loads. A row keeps all its columns, so that rewards and environments see what th
 """
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import fields
@@ -25,8 +24,9 @@ from configs.extras import find
 from configs.import_utils import accepts, bind, load_subclass
 from configs.schema import DataConfig
 from configs.settings import Readable
-from data.chat import Prompt, encode_prompt, parse_prompt
+from data.chat import Prompt, as_messages, encode_prompt, parse_prompt
 from data.padding import media_of
+from data.protocol import object_array
 from data.rows import (
     BadRow,
     BadRows,
@@ -40,15 +40,13 @@ from data.rows import (
     own_names,
     print_report,
     read_rows,
-    value_in,
     with_labels,
 )
-from data.table import Table
-from data.types import Row
+from data.table import Entry, Table
+from data.types import Row, check_text
 
 logger = logging.getLogger(__name__)
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done too fast for a bar
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 VERLS_ATTRIBUTES = {  # of RLHFDataset: the default where the data section has no such key
     "cache_dir": "~/.cache/verl/rlhf", "image_key": "images", "video_key": "videos", "image_patch_size": 14,
     "return_raw_chat": False, "return_full_prompt": False, "tool_config_path": None, "tool_schemas": None,
@@ -114,7 +112,7 @@ class RLHFDataset(Dataset):
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        for hook in sorted(UNCALLED.keys() & {name for cls in type(self).__mro__ for name in vars(cls)}):
+        for hook in sorted(UNCALLED.keys() & {*dir(type(self))}):
             notice_once(f"{type(self).__name__}.{hook} is not called here: {UNCALLED[hook]}.")
         self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
         self.images = vars(tokenizer).get("images")  # who reads them; None: the model reads text alone
@@ -127,9 +125,8 @@ class RLHFDataset(Dataset):
         self.original_data_files = list(self.data_files)
         self.num_filtered = 0
         self.unread: list[BadRow] = []
-        self.left_out: dict[str, list[str]] = {f"longer than data.max_prompt_length={self.max_prompt_length}": []}
-        self.left_out["unusable"] = []
-        self._table, self._is_measured = Table([]), True
+        self.left_out: dict[str, list[str]] = {}  # by the reason: the places of rows
+        self._table, self._is_measured = Table(), True
         if data_files is not None:
             self._load(data_files)
 
@@ -147,26 +144,19 @@ class RLHFDataset(Dataset):
 
     @property
     def prompt_ids(self) -> list[np.ndarray]:
-        return self._measured().prompt_ids
+        return [entry.prompt_ids for entry in self._measured().entries]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._measured())
 
     def __getitem__(self, position: int) -> Row:
-        row = self.make_row(self.rows[position], position, self.prompt_ids[position].tolist())
+        entry = self._measured().entries[position]
+        row = self.make_row(entry.columns, position, entry.prompt_ids.tolist())
         if gives_rows_as_they_are(self):
             return row
         row["raw_prompt_ids"] = Encoded(row["raw_prompt_ids"], repr(row["raw_prompt"]))
         kwargs = {name: kwargs_in(row, name) for name in ("tools_kwargs", "interaction_kwargs")}
         return {"dummy_tensor": torch.zeros(1, dtype=torch.uint8), **row, **kwargs}  # as verl's methods find them
-
-    def column(self, name: str) -> list[Any]:
-        """Returns a column of the files, one value a row; dots lead into dictionaries: extra_info.difficulty.
-
-        A subclass whose rows are many, or made when asked for, overrides it.
-        """
-        rows = self.rows if len(self.rows) == len(self) else (self[position] for position in range(len(self)))
-        return [value_in(row, name) for row in rows]
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt before any cut; override for a format of your own."""
@@ -182,13 +172,16 @@ class RLHFDataset(Dataset):
         them. `source` is the dataset's name in messages; None: this class.
         """
         origin = Origin(source or type(self).__name__, position)
-        own_ids = given_ids(columns) if prompt_ids is None else prompt_ids
+        ids = given_ids(columns) if prompt_ids is None else prompt_ids
         columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None
-        ids = self._encode(columns, origin, is_made) if own_ids is None else [int(token) for token in own_ids]
-        if own_ids is not None and self.images is not None:
-            ids = self.images.with_images(ids, media_of(own_ids), columns.get(self.image_key))
-        shows = own_ids is None or is_made or self._prompt(columns) is not None
+        shows = ids is None or any(columns.get(name) is not None for name in (self.prompt_key, "raw_prompt"))
+        if ids is None:
+            ids = self._encode(columns, origin, is_made)
+        elif self.images is not None:
+            ids = self.images.with_images([*map(int, ids)], media_of(ids), columns.get(self.image_key))
+        else:
+            ids = [*map(int, ids)]
         index = columns["extra_info"].get("index", columns.get("index"))
         return {
             **columns,
@@ -198,20 +191,19 @@ class RLHFDataset(Dataset):
             "index": position if index is None else index,
         }
 
-    def _prompt(self, columns: Row) -> Any:
-        value = columns.get(self.prompt_key)
-        return columns.get("raw_prompt") if value is None else value
-
     def _messages(self, columns: Row, is_made: bool = False) -> Prompt:
         """Returns a row's prompt as the hook builds it; as it is, where the row `is_made` and has it."""
-        if is_made or type(self)._build_messages is RLHFDataset._build_messages:
-            return parse_prompt(columns["raw_prompt"]) if is_made else self._build_messages(columns)
+        if is_made:
+            return parse_prompt(columns["raw_prompt"])
+        if type(self)._build_messages is RLHFDataset._build_messages:
+            return self._build_messages(columns)
         key = {"key": self.prompt_key} if accepts(self._build_messages, "key") else {}
         return parse_prompt(self._build_messages(deepcopy(columns), **key))
 
     def _build_messages(self, example: Row, key: str | None = None) -> Prompt:
         """Returns the prompt of a row of the files. A hook of verl's."""
-        return parse_prompt(self._prompt(example) if key is None else example.get(key))
+        value = example.get(key or self.prompt_key)
+        return parse_prompt(example.get("raw_prompt") if value is None else value)
 
     def _download(self, use_origin_parquet: bool = False) -> None:
         """Brings the files here, and writes their paths over `data_files`. A hook of verl's; here they are local."""
@@ -220,7 +212,7 @@ class RLHFDataset(Dataset):
         """Sets `dataframe` to the rows of `data_files`. A hook of verl's."""
         key = files_key(self.original_data_files, self.config)
         rows = self._sample(read_rows(self.data_files, self.unread, key), self.max_samples)
-        self.dataframe = Table([row for _, row in rows], [origin for origin, _ in rows])
+        self.dataframe = Table(Entry(*row) for row in rows)
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Table:
@@ -241,15 +233,11 @@ class RLHFDataset(Dataset):
         """Calls the hooks, and reports on the rows."""
         self._download()
         self._read_files_and_tokenize()
-        if not self.rows:
-            raise ValueError(f"{type(self).__name__}: _read_files_and_tokenize left no rows in self.dataframe.")
-        key = self.config.reward_fn_key
-        for row, origin in zip(self.rows, self._table.origins, strict=True):
-            if origin.source and not row.get(key):
-                row[key] = origin.source
         lengths = [len(ids) for ids in self.prompt_ids]
+        if not lengths:
+            raise ValueError(f"{type(self).__name__}: _read_files_and_tokenize left no rows in self.dataframe.")
         description = f"prompts of {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} tokens"
-        print_report(data_files, len(self.rows), description, self.left_out)
+        print_report(data_files, len(lengths), description, self.left_out)
 
     def _measured(self) -> Table:
         if not self._is_measured:
@@ -258,39 +246,39 @@ class RLHFDataset(Dataset):
 
     def _measure(self, table: Table) -> Table:
         """Returns `table` with the tokens of all prompts, and without unusable rows and too long prompts."""
-        todo = [index for index, ids in enumerate(table.prompt_ids) if ids is None]
         unread, self.unread = self.unread, []
-        bad, overlong = BadRows(len(todo) + len(unread), self.config.max_bad_fraction, unread), []
-        result = Table(table.rows, table.origins, table.prompt_ids)
-        for index in track(todo, "tokenising prompts", disable=len(todo) < PROGRESS_BAR_FROM):
-            origin = table.origins[index]
+        total = sum(entry.prompt_ids is None for entry in table.entries) + len(unread)
+        bad, overlong, measured = BadRows(total, self.config.max_bad_fraction, unread), [], []
+        for entry in track(table.entries, "tokenising prompts", disable=total < PROGRESS_BAR_FROM):
             try:
-                result.rows[index], length, result.prompt_ids[index] = self._read(table.rows[index], origin)
-            except OverlongPrompt:
-                raise
+                measured.append(self._read(entry) if entry.prompt_ids is None else entry)
+            except OverlongPrompt as error:
+                if not self.filter_overlong_prompts:
+                    raise
+                overlong.append(error)
             except ValueError as error:
-                bad.add(BadRow(origin, str(error), cause=error))
-                continue
-            if result.prompt_ids[index] is None:
-                overlong.append((origin, length))
-        if todo or unread:
+                bad.add(BadRow(entry.origin, str(error), cause=error))
+        if total:
             bad.check()
         if overlong:
-            report_overlong(overlong, len(todo) - len(bad.errors) + len(unread), self.max_prompt_length)
+            report_overlong(overlong, total - len(bad.errors), self.max_prompt_length)
         self.num_filtered += len(overlong)
-        for left_out, numbers in zip(
-            self.left_out.values(), ([origin.place for origin, _ in overlong], bad.describe()), strict=True
-        ):
-            left_out += numbers
-        return result.select(index for index, ids in enumerate(result.prompt_ids) if ids is not None)
+        longer = f"longer than data.max_prompt_length={self.max_prompt_length}"
+        for reason, places in ((longer, [error.origin.place for error in overlong]), ("unusable", bad.describe())):
+            self.left_out[reason] = self.left_out.get(reason, []) + places
+        return Table(measured)
 
-    def _read(self, row: Row, origin: Origin) -> tuple[Row, int, np.ndarray | None]:
-        """Returns a row's columns, and how many tokens its prompt has, and which; None: it is left out as too long."""
-        columns = with_labels(row, origin, self.config.ground_truth_key)
+    def _read(self, entry: Entry) -> Entry:
+        """Returns a row with its labels and the tokens of its prompt; raises OverlongPrompt for too many."""
+        origin, key = entry.origin, self.config.reward_fn_key
+        columns = with_labels(entry.columns, origin, self.config.ground_truth_key)
+        if origin.source and not columns.get(key):
+            columns[key] = origin.source
         check_is_read(columns, self.prompt_key, origin, *([] if self.images is None else [self.image_key]))
         ids = self._encode(columns, origin)
-        fits = not self.filter_overlong_prompts or len(ids) <= self.max_prompt_length
-        return columns, len(ids), np.asarray(self._fit(ids, origin), dtype=np.int32) if fits else None
+        if self.filter_overlong_prompts and len(ids) > self.max_prompt_length:
+            raise OverlongPrompt(origin, len(ids), self.max_prompt_length)
+        return Entry(origin, columns, np.asarray(self._fit(ids, origin), dtype=np.int32))
 
     def _encode(self, columns: Row, origin: Origin, is_made: bool = False) -> list[int]:
         """Encodes a row's prompt, however long; ValueError says which row is bad, and why."""
@@ -300,11 +288,8 @@ class RLHFDataset(Dataset):
             shown = columns.get(self.image_key), self.image_key, self.encode_prompt
             ids = self.encode_prompt(prompt) if self.images is None else self.images.encode(prompt, *shown)
         except (ValueError, TypeError, TemplateError) as error:  # templates refuse messages by the last two
-            columns = filled_columns(columns)
-            raise ValueError(
-                f"{origin}: {error} It is read from data.prompt_key={self.prompt_key}; this row fills the columns "
-                f"{columns}."
-            ) from error
+            read = f"It is read from data.prompt_key={self.prompt_key}; this row fills the columns"
+            raise ValueError(f"{origin}: {str(error).removesuffix('.')}. {read} {filled_columns(columns)}.") from error
         if not ids:
             raise ValueError(f"{origin}: the prompt has no tokens; remove the row.")
         return ids
@@ -341,15 +326,14 @@ def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: Data
     return partial(maker.make_row, source=type(dataset).__name__)
 
 
-def report_overlong(overlong: list[tuple[Origin, int]], total: int, limit: int) -> None:
-    """Warns which of `total` rows are left out, with the tokens of each; raises ValueError if all are."""
+def report_overlong(overlong: list[OverlongPrompt], total: int, limit: int) -> None:
+    """Warns which of `total` rows are left out; raises ValueError if all are."""
     longer = f"longer than data.max_prompt_length={limit} tokens"
     if len(overlong) == total:
-        raise ValueError(
-            f"all {total} prompts are {longer}, the longest has {max(length for _, length in overlong)}: raise it, or "
-            "set data.filter_overlong_prompts=false data.truncation=left."
-        )
-    first = "; ".join(str(origin) for origin, _ in overlong[:3]) + ("; …" if len(overlong) > 3 else "")
+        longest = max(error.length for error in overlong)
+        remedy = "raise it, or set data.filter_overlong_prompts=false data.truncation=left"
+        raise ValueError(f"all {total} prompts are {longer}, the longest has {longest}: {remedy}.")
+    first = "; ".join(str(error.origin) for error in overlong[:3]) + ("; …" if len(overlong) > 3 else "")
     logger.warning("dropped %d of %d prompts, %s: %s", len(overlong), total, longer, first)
 
 
@@ -359,22 +343,17 @@ def collate_fn(rows: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
     for name in names:
         lacking = [i for i, row in enumerate(rows) if name not in row]
         if lacking:
-            raise ValueError(
-                f"column {name!r} is missing from row {lacking[0]} of a batch; all rows need the same columns."
-            )
+            raise ValueError(f"column {name!r} is missing from row {lacking[0]} of a batch; all need the same columns.")
     return {name: _stack(name, [row[name] for row in rows]) for name in names}
 
 
 def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
-    if all(isinstance(value, torch.Tensor) for value in values):
-        shapes = {tuple(value.shape) for value in values}
-        if len(shapes) > 1:
-            raise ValueError(f"column {name!r} holds tensors of shapes {sorted(shapes)}; pad them, or return lists.")
-        return torch.stack(values)
-    column = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):  # element by element: numpy would make lists of equal length a matrix
-        column[i] = value
-    return column
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return object_array(values)
+    shapes = {tuple(value.shape) for value in values}
+    if len(shapes) > 1:
+        raise ValueError(f"column {name!r} holds tensors of shapes {sorted(shapes)}; pad them, or return lists.")
+    return torch.stack(values)
 
 
 def get_dataset_class(config: DataConfig) -> type[Dataset]:
@@ -402,13 +381,10 @@ def create_rl_dataset(
 
 
 def check_says_something(prompt: Prompt) -> None:
-    """Raises ValueError for a prompt whose every text is empty, or that holds half a character.
-
-    JSON can spell one of a pair of surrogates alone, and no tokenizer reads it.
-    """
-    messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    texts = [message.get("content") for message in messages]
-    if all(isinstance(text, str) and not text.strip() for text in texts):
+    """Raises ValueError for a prompt whose every text is empty, or that holds what no tokenizer encodes."""
+    texts = [(message["role"], message.get("content")) for message in as_messages(prompt)]
+    if all(isinstance(text, str) and not text.strip() for _, text in texts):
         raise ValueError("the prompt is empty.")
-    if surrogate := LONE_SURROGATE.search("".join(text for text in texts if isinstance(text, str))):
-        raise ValueError(f"the prompt holds {surrogate[0]!r}, which is half a character: write it in full.")
+    for role, text in texts:
+        if isinstance(text, str):
+            check_text(text, role)

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -94,8 +94,8 @@ def read_rows(
     sources = [data_files] if isinstance(data_files, str | Path) else list(data_files)
     rows = []
     for source in sources:
-        name = source_name(source)
-        for origin, row in read_source(source, key):
+        name, found = read_source(source, key)
+        for origin, row in found:
             if not isinstance(row, BadRow):
                 rows.append((origin._replace(source=name), standard_names(row)))
             elif bad is None:
@@ -213,57 +213,24 @@ def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:
     return value or {}
 
 
-def source_name(source: str | Path) -> str:
-    """Names an entry of data.train_files: its file, its folder, the folder of a glob, or the data set of a source."""
-    scheme, _, rest = str(source).partition(":")
-    if scheme in TABLE["source"]:
-        return rest.partition("?")[0]
-    path = find_path(source)
-    return path.name if path.exists() else path.parent.name
+def read_source(source: str | Path, key: str = "") -> tuple[str, Iterator[Found]]:
+    """Returns the name of an entry of data.train_files, or of the setting `key`, and its rows in order.
 
-
-def read_source(source: str | Path, key: str = "") -> Iterator[Found]:
-    """Returns the rows of one entry of data.train_files, or of the setting `key`, in order."""
+    It is called by its file, its folder, the folder of a glob, or the data set of a source."""
     scheme, _, rest = str(source).partition(":")
     if scheme in TABLE["source"]:
         name, _, query = rest.partition("?")
-        return find("source", scheme, key or "data.train_files")(str(source), name, dict(parse_qsl(query)))
-    folder = find_path(source)
-    if folder.name.endswith(ENDINGS_OF_DATASETS):
-        return find("source", "datasets", key or "data.train_files")(str(source), str(folder), {})
-    if any((folder / name).is_file() for name in SAVED_TO_DISK):
-        return find("source", "datasets", key or "data.train_files")(str(source), str(folder), {})
+        return name, find("source", scheme, key or "data.train_files")(str(source), name, dict(parse_qsl(query)))
+    path = find_path(source)
+    name = path.name if path.exists() else path.parent.name
+    if path.name.endswith(ENDINGS_OF_DATASETS) or any((path / file).is_file() for file in SAVED_TO_DISK):
+        return name, find("source", "datasets", key or "data.train_files")(str(source), str(path), {})
     try:
         files = source_files(source)
     except FileNotFoundError as error:
         hub = f" For a data set of the hub, write datasets:{source}." if HUB_NAME.fullmatch(str(source)) else ""
         raise FileNotFoundError(f"{from_key(error, key)}{hub}") from error
-    return (row for file in files for row in read_file(file, key))
-
-
-@runtime_checkable
-class HasColumns(Protocol):
-    """A dataset that gives a whole column at once: `column("extra_info.difficulty")`, one value a row."""
-
-    def column(self, name: str) -> Sequence[Any]: ...
-
-
-def column_of(dataset: Any, name: str) -> Sequence[Any]:
-    """Returns a column of `dataset`, one value a row; dots lead into dictionaries; None where there is none.
-
-    A dataset of another class that has no `column` is asked for row after row.
-    """
-    if isinstance(dataset, HasColumns):
-        return dataset.column(name)
-    return [value_in(dataset[position], name) for position in range(len(dataset))]
-
-
-def value_in(row: Mapping[str, Any], name: str) -> Any:
-    """Returns row["a"]["b"] for "a.b"; None where there is none."""
-    value: Any = row
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    return name, (row for file in files for row in read_file(file, key))
 
 
 def files_key(data_files: list[Any], config: Any) -> str:
@@ -342,16 +309,12 @@ class BadRows:
     """Collects rows of `total` that cannot be used, the `unread` first; a share of `max_fraction` is allowed."""
 
     def __init__(self, total: int, max_fraction: float, unread: Iterable[BadRow] = ()) -> None:
-        self.total, self.allowed = total, int(total * max_fraction)
-        self.max_fraction = max_fraction
-        self.errors: list[BadRow] = []
-        for error in unread:
-            self.add(error)
+        self.total, self.max_fraction, self.errors = total, max_fraction, [*unread]
 
     def add(self, error: BadRow) -> None:
         """Raises ValueError as soon as it is clear that there are too many, with a few of them."""
         self.errors.append(error)
-        if len(self.errors) >= self.allowed + SHOWN_BAD:
+        if len(self.errors) >= int(self.total * self.max_fraction) + SHOWN_BAD:
             self.check()
 
     def describe(self) -> list[str]:
@@ -360,11 +323,11 @@ class BadRows:
 
     def check(self) -> None:
         """Raises ValueError if there are too many; names the first ones and the remedy."""
-        if len(self.errors) <= self.allowed and len(self.errors) < self.total:
+        if len(self.errors) <= (allowed := int(self.total * self.max_fraction)) and len(self.errors) < self.total:
             return
         first, *following = self.errors
         remedy = f"Mend it ({first.origin.place}), or let a share of such rows be left out: data.max_bad_fraction=0.01."
-        if self.allowed:
+        if allowed:
             remedy = f"That is more than data.max_bad_fraction={self.max_fraction} of {self.total} rows."
         if following:
             listed = "".join(f"\n  {error}" for error in following[: SHOWN_BAD - 1])

@@ -316,14 +316,14 @@ def overlong_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: 
     if gives_rows_as_they_are(dataset) or may_be_cut or isinstance(dataset, Dynamic):
         return frozenset()
     make_row = row_maker(dataset, tokenizer, replace(config, truncation="error"))
-    total, overlong = len(dataset), {}
+    total, overlong = len(dataset), dict[int, OverlongPrompt]()
     for position in track(range(total), "measuring prompts", disable=total < PROGRESS_BAR_FROM):
         try:
             make_row(dataset[position], position)
         except OverlongPrompt as error:
             if not config.filter_overlong_prompts:
                 raise
-            overlong[position] = (error.origin, error.length)
+            overlong[position] = error
     if overlong:
         report_overlong(list(overlong.values()), total, config.max_prompt_length)
     return frozenset(overlong)

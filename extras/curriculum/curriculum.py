@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from configs.schema import DataConfig
-from data.rows import column_of
 from data.sampler import AbstractCurriculumSampler
 from data.seeding import numpy_generator
+from extras.curriculum.mixture import column_of
 
 NOT_KNOWN = 0.5  # the success rate of what was never drawn; it counts as one observation
 

@@ -1,13 +1,42 @@
 """Draws rows of several sources in proportion to weights."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from configs.schema import DataConfig
-from data.rows import column_of
+from data.rl_dataset import RLHFDataset
 from data.sampler import RandomSampler
 from data.seeding import numpy_generator
+
+
+@runtime_checkable
+class HasColumns(Protocol):
+    """A dataset that gives a whole column at once: `column("extra_info.difficulty")`, one value a row."""
+
+    def column(self, name: str) -> Sequence[Any]: ...
+
+
+def column_of(dataset: Any, name: str) -> Sequence[Any]:
+    """Returns a column of `dataset`, one value a row; dots lead into dictionaries; None where there is none.
+
+    Rows of files are read as they stand there; another dataset without `column` is asked for row after row.
+    """
+    if isinstance(dataset, HasColumns):
+        return dataset.column(name)
+    rows = dataset.rows if isinstance(dataset, RLHFDataset) else []
+    if len(rows) != len(dataset):
+        rows = (dataset[position] for position in range(len(dataset)))
+    return [value_in(row, name) for row in rows]
+
+
+def value_in(row: Mapping[str, Any], name: str) -> Any:
+    """Returns row["a"]["b"] for "a.b"; None where there is none."""
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 class MixtureSampler(RandomSampler):

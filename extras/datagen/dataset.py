@@ -12,9 +12,9 @@ from typing import Any
 from configs.import_utils import bind, load_subclass
 from configs.settings import Readable
 from data.protocol import DataProto
-from data.rl_dataset import RLHFDataset
+from data.rl_dataset import OverlongPrompt, RLHFDataset
 from data.rows import Origin
-from data.table import Table
+from data.table import Entry, Table
 from data.types import Row
 
 
@@ -62,16 +62,19 @@ class DynamicGenDataset(RLHFDataset):
         """Adds `rows`, which count from the first that was made; what some lack of the columns of others is None."""
         table, name = self._measured(), self.config.datagen.name
         for row in Table.of(rows, name).rows:
-            known, origin = (table.rows[0] if table.rows else {}), Origin(name, len(self.made))
-            columns, _, prompt_ids = self._read(dict.fromkeys(known) | row, origin)
+            known, origin = (table.entries[0].columns if len(table) else {}), Origin(name, len(self.made))
+            entry = Entry(origin, dict.fromkeys(known) | row)
             self.made.append(row)
-            if prompt_ids is None:
+            try:
+                entry = self._read(entry)
+            except OverlongPrompt:
+                if not self.filter_overlong_prompts:
+                    raise
                 self.num_filtered += 1
                 continue
             for old in table.rows:
-                old |= dict.fromkeys(columns.keys() - known.keys())
-            for part, value in zip(table.parts, (columns, origin, prompt_ids), strict=True):
-                part.append(value)
+                old |= dict.fromkeys(entry.columns.keys() - known.keys())
+            table.entries.append(entry)
 
     append_dataframe = add  # verl's name
 
@@ -81,6 +84,5 @@ class DynamicGenDataset(RLHFDataset):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The rows of the files, and those that the interrupted run had made in place of this one's."""
         made, self.made = state["made"], []
-        for part in self._measured().parts:
-            del part[self.num_of_files :]
+        del self._measured().entries[self.num_of_files :]
         self.add(made)

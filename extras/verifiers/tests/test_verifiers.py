@@ -8,7 +8,7 @@ import pytest
 import main
 from configs.errors import ConfigError
 from data.protocol import DataProto
-from data.rows import read_source
+from data.rows import read_rows
 from extras.verifiers.bridge import rubric
 from tests.runs import compose, learning_metrics
 from training.reward_function import FunctionReward
@@ -63,7 +63,7 @@ def test_the_id_stands_for_rows_and_a_rubric_or_for_a_program(toy):
 
 def test_a_rubric_scores_the_samples_of_a_prompt_together(toy):
     handler = signal.getsignal(signal.SIGINT)
-    first, second, _ = [row for _, row in read_source(toy)]
+    first, second, _ = [row for _, row in read_rows(toy)]
     assert signal.getsignal(signal.SIGINT) is handler
     assert second["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
     rows = {name: [first[name], first[name], second[name]] for name in ("prompt", "made_by", "input")}
