@@ -55,24 +55,17 @@ def as_messages(prompt: Prompt | None) -> list[Message]:
 def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_text: str = "", **kwargs: Any) -> list[int]:
     """Encodes a prompt, up to where the answer starts; `tool_text` ends its system message.
 
-    Chat messages go through the tokenizer's template with `kwargs`, or without one become `role: content` lines. A
-    string is encoded as it is.
+    Chat messages go through the tokenizer's template with `kwargs`, or without one become `role: content` lines. Of the
+    special tokens that they and tools spell out, an assistant's are tokens. A string is encoded as it is.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    if tool_text or not tokenizer.chat_template or special_tokens(tokenizer).search(f"{prompt}{kwargs}"):
-        return encode_messages(prompt, tokenizer, as_text(tool_text, tokenizer), **kwargs)
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **kwargs)
-
-
-def encode_messages(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tool_text: str, **template_kwargs: Any
-) -> list[int]:
-    """Encodes messages and tools that may spell special tokens out: an assistant's are tokens, those of others text."""
-    if "tools" in template_kwargs:
-        template_kwargs["tools"] = as_text(template_kwargs["tools"], tokenizer)
-    messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in messages]
-    text = render(messages, tokenizer, True, tool_text, **template_kwargs)
+    messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in prompt]
+    if tool_text:
+        messages = told_of_tools(messages, as_text(tool_text, tokenizer))
+    if "tools" in kwargs:
+        kwargs["tools"] = as_text(kwargs["tools"], tokenizer)
+    text = render(messages, tokenizer, generation_prompt=True, **kwargs)
     return encode_pieces(text, tokenizer, begins_text=tokenizer.chat_template is None)
 
 
@@ -83,9 +76,8 @@ def tool_kwargs(
     as `tool_text` in the parser's layout, where the template writes system messages."""
     if not schemas:
         return {}
-    descriptions = "" if shows_tools(tokenizer) else parser.describe(schemas)
-    fits_template = descriptions and shows_system(tokenizer)
-    return {"tools": schemas} | ({"tool_text": descriptions} if fits_template else {})
+    text = "" if shows_tools(tokenizer) else parser.describe(schemas)
+    return {"tools": schemas} | ({"tool_text": text} if text and shows_system(tokenizer) else {})
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -113,15 +105,9 @@ def told_of_tools(messages: list[Message], descriptions: str) -> list[Message]:
 
 
 def render(
-    messages: list[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    generation_prompt: bool,
-    tool_text: str = "",
-    **template_kwargs: Any,
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, generation_prompt: bool, **template_kwargs: Any
 ) -> str:
     """Returns the messages as the text that the template makes of them, or `plain_chat` without one."""
-    if tool_text:
-        messages = told_of_tools(messages, tool_text)
     if tokenizer.chat_template is None:
         return plain_chat(messages, generation_prompt)
     return tokenizer.apply_chat_template(
@@ -161,8 +147,7 @@ def encode_pieces(text: str, tokenizer: PreTrainedTokenizerBase, begins_text: bo
 def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
     """Writes `role: content` lines, for tokenizers without a chat template."""
     notice_once(
-        "the tokenizer has no chat template: messages become 'role: content' lines. Set "
-        "actor_rollout_ref.model.custom_chat_template for another format."
+        "the tokenizer has no chat template: messages become 'role: content' lines, unless custom_chat_template is set."
     )
     if not all(isinstance(message.get("content"), str) for message in messages):
         raise ValueError("messages with parts or tool calls need a tokenizer with a chat template.")
@@ -173,16 +158,11 @@ def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
 class ChatFormat:
     """A tokenizer's chat template, as one conversation after the other goes through it.
 
-    Args:
-        template_kwargs: passed on to the template, but for those of `tool_kwargs` that describe tools without it.
-        tools: schemas of the tools that the template describes.
+    `template_kwargs` go to the template, and what `tool_kwargs` returned into prompts.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], tools: list[dict] | None = None
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.template_kwargs = template_kwargs | ({"tools": tools} if tools else {})
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
+        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs
         self.terminator = template_terminator(tokenizer)
 
     def prompt_ids(self, messages: Prompt) -> list[int]:
@@ -235,11 +215,9 @@ class ChatFormat:
         return render(messages, self.tokenizer, generation_prompt, **self.template_kwargs)
 
     def _refusal(self, problem: str) -> ValueError:
-        return ValueError(
-            f"the chat template of {self.tokenizer.name_or_path or type(self.tokenizer).__name__} {problem}: set "
-            "actor_rollout_ref.model.custom_chat_template to one that only appends, or, for an environment, "
-            "env.history=turns."
-        )
+        name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
+        remedy = "set model.custom_chat_template to one that only appends, or, for an environment, env.history=turns"
+        return ValueError(f"the chat template of {name} {problem}: {remedy}.")
 
 
 def messages_named(messages: list[Message]) -> str:

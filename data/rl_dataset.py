@@ -34,7 +34,6 @@ from data.rows import (
     Origin,
     check_is_read,
     files_key,
-    filled_columns,
     given_ids,
     kwargs_in,
     own_names,
@@ -125,7 +124,7 @@ class RLHFDataset(Dataset):
         self.original_data_files = list(self.data_files)
         self.num_filtered = 0
         self.unread: list[BadRow] = []
-        self.left_out: dict[str, list[str]] = {}  # by the reason: the places of rows
+        self.unusable: list[str] = []  # what is wrong with rows that were left out
         self._table, self._is_measured = Table(), True
         if data_files is not None:
             self._load(data_files)
@@ -211,23 +210,22 @@ class RLHFDataset(Dataset):
     def _read_files_and_tokenize(self) -> None:
         """Sets `dataframe` to the rows of `data_files`. A hook of verl's."""
         key = files_key(self.original_data_files, self.config)
-        rows = self._sample(read_rows(self.data_files, self.unread, key), self.max_samples)
-        self.dataframe = Table(Entry(*row) for row in rows)
+        rows = [Entry(*row) for row in read_rows(self.data_files, self.unread, key)]
+        self.dataframe = Table(rows[index] for index in self._sampled(len(rows)))
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Table:
         """Returns the rows whose prompts are not too long, with data.filter_overlong_prompts. A hook of verl's."""
         return self._measure(Table.of(self.dataframe if dataframe is None else dataframe, type(self).__name__))
 
-    def _sample(self, rows: list[tuple[Origin, Row]], max_samples: int) -> list[tuple[Origin, Row]]:
-        if max_samples == 0:
+    def _sampled(self, total: int) -> Iterable[int]:
+        if self.max_samples == 0:
             raise ValueError("data.train_max_samples or data.val_max_samples is 0, which leaves no rows: -1 takes all.")
-        if not 0 < max_samples < len(rows):
-            return rows
+        if not 0 < self.max_samples < total:
+            return range(total)
         if not self.config.shuffle:
-            return rows[:max_samples]
-        chosen = np.random.default_rng(self.config.seed or 0).choice(len(rows), max_samples, replace=False)
-        return [rows[i] for i in chosen]
+            return range(self.max_samples)
+        return np.random.default_rng(self.config.seed or 0).choice(total, self.max_samples, replace=False)
 
     def _load(self, data_files: Any) -> None:
         """Calls the hooks, and reports on the rows."""
@@ -237,7 +235,7 @@ class RLHFDataset(Dataset):
         if not lengths:
             raise ValueError(f"{type(self).__name__}: _read_files_and_tokenize left no rows in self.dataframe.")
         description = f"prompts of {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} tokens"
-        print_report(data_files, len(lengths), description, self.left_out)
+        print_report(data_files, len(lengths), description, self.unusable, self.num_filtered)
 
     def _measured(self) -> Table:
         if not self._is_measured:
@@ -258,14 +256,11 @@ class RLHFDataset(Dataset):
                 overlong.append(error)
             except ValueError as error:
                 bad.add(BadRow(entry.origin, str(error), cause=error))
-        if total:
-            bad.check()
+        bad.check()
         if overlong:
             report_overlong(overlong, total - len(bad.errors), self.max_prompt_length)
         self.num_filtered += len(overlong)
-        longer = f"longer than data.max_prompt_length={self.max_prompt_length}"
-        for reason, places in ((longer, [error.origin.place for error in overlong]), ("unusable", bad.describe())):
-            self.left_out[reason] = self.left_out.get(reason, []) + places
+        self.unusable += bad.describe()
         return Table(measured)
 
     def _read(self, entry: Entry) -> Entry:
@@ -288,8 +283,9 @@ class RLHFDataset(Dataset):
             shown = columns.get(self.image_key), self.image_key, self.encode_prompt
             ids = self.encode_prompt(prompt) if self.images is None else self.images.encode(prompt, *shown)
         except (ValueError, TypeError, TemplateError) as error:  # templates refuse messages by the last two
+            filled = ", ".join(name for name, value in columns.items() if str(value) not in ("None", "{}"))
             read = f"It is read from data.prompt_key={self.prompt_key}; this row fills the columns"
-            raise ValueError(f"{origin}: {str(error).removesuffix('.')}. {read} {filled_columns(columns)}.") from error
+            raise ValueError(f"{origin}: {str(error).removesuffix('.')}. {read} {filled}.") from error
         if not ids:
             raise ValueError(f"{origin}: the prompt has no tokens; remove the row.")
         return ids

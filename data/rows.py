@@ -134,9 +134,7 @@ def own_names(row: Row) -> Row:
     """Returns `row` with those of its columns that are called like one of `RUN_COLUMNS` under the name dataset_…."""
     clashing = row.keys() & RUN_COLUMNS
     for name in sorted(clashing):
-        notice_once(
-            f"the run has a column {name!r} of its own: that of the data is called 'dataset_{name}' in batches."
-        )
+        notice_once(f"the run has a column {name!r} itself: that of the data is called 'dataset_{name}' in batches.")
     return beside(row, clashing, "dataset") if clashing else row
 
 
@@ -187,14 +185,12 @@ def given_ids(columns: Row) -> Sequence[int] | None:
 def check_is_read(row: Row, key: str, origin: Origin, *image_key: str) -> None:
     """Raises ValueError for a row with media, in columns of their own or as parts of its prompt in the column `key`,
     that the model would answer without: all but images of the column `image_key`, if there is one."""
-    prompt = row.get(key)
-    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    messages = row.get(key) if isinstance(row.get(key), list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-    kinds = [part.get("type", "text") for part in parts if isinstance(part, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    kinds = {part.get("type", "text") for part in parts} - {"text", *(("image", "image_url") if image_key else ())}
     media = [f"the column {name!r} is filled" for name in NO_TEXT if row.get(name) and name not in image_key]
-    read = ("text", "image", "image_url") if image_key else ("text",)
-    media += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds if kind not in read]
+    media += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds]
     if media:
         words = f"text, and images of the column {image_key[0]!r}" if image_key else "text alone"
         raise ValueError(f"{origin}: {media[0]}, and the model reads {words}: leave such rows out.")
@@ -206,10 +202,8 @@ def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:
         with suppress(json.JSONDecodeError):
             value = json.loads(value)
     if not isinstance(value, dict | None):
-        bare = " A bare answer goes into a column ground_truth." if name == "reward_model" else ""
-        raise ValueError(
-            f"{origin}: {name} is {reprlib.repr(row[name])}; it must be a dictionary, or one written as JSON.{bare}"
-        )
+        rule = "it must be a dictionary, or one written as JSON (a bare answer: in a column ground_truth)"
+        raise ValueError(f"{origin}: {name} is {reprlib.repr(row[name])}; {rule}.")
     return value or {}
 
 
@@ -257,8 +251,7 @@ def read_file(path: Path, key: str = "") -> Iterator[Found]:
         with suppress(ValueError, RecursionError):
             parsed = json.loads(content)  # one array, or one object on as many lines as it likes
             rows = parsed if isinstance(parsed, list) else [parsed]
-            origins = [Origin(str(path), number) for number in range(len(rows))]
-            return iter([(origin, checked(origin, row)) for origin, row in zip(origins, rows, strict=True)])
+            return (as_found(Origin(str(path), number), row) for number, row in enumerate(rows))
         if content.lstrip().startswith(b"["):
             json.loads(content)  # raises
     except (pyarrow.ArrowException, csv.Error, OSError, ValueError, OverflowError, RecursionError) as error:
@@ -272,14 +265,14 @@ def read_json_lines(file: str, content: bytes) -> Iterator[Found]:
     for number, (line, text) in enumerate(lines):
         origin = Origin(file, number, line)
         try:
-            yield origin, checked(origin, json.loads(text))
+            yield as_found(origin, json.loads(text))
         except (ValueError, RecursionError) as error:
             yield origin, BadRow(origin, f"{file}, line {line}: this is not JSON in UTF-8: {error}.")
 
 
-def checked(origin: Origin, value: Any) -> Row | BadRow:
-    is_row = isinstance(value, dict)
-    return value if is_row else BadRow(origin, f"{origin} is {reprlib.repr(value)}; a row must be a JSON object.")
+def as_found(origin: Origin, value: Any) -> Found:
+    bad = f"{origin} is {reprlib.repr(value)}; a row must be a JSON object."
+    return origin, value if isinstance(value, dict) else BadRow(origin, bad)
 
 
 def read_csv(file: str, text: str) -> Iterator[Found]:
@@ -323,7 +316,8 @@ class BadRows:
 
     def check(self) -> None:
         """Raises ValueError if there are too many; names the first ones and the remedy."""
-        if len(self.errors) <= (allowed := int(self.total * self.max_fraction)) and len(self.errors) < self.total:
+        allowed = int(self.total * self.max_fraction)
+        if len(self.errors) <= allowed:
             return
         first, *following = self.errors
         remedy = f"Mend it ({first.origin.place}), or let a share of such rows be left out: data.max_bad_fraction=0.01."
@@ -335,20 +329,12 @@ class BadRows:
         raise ValueError(f"{first} {remedy}") from (first.__cause__ or first)
 
 
-def print_report(sources: Any, used: int, description: str, left_out: dict[str, list[str]]) -> None:
-    """Prints how many rows of `sources` are used, their `description`, and why others are not: words for each row."""
+def print_report(sources: Any, used: int, description: str, bad: Sequence[str] = (), overlong: int = 0) -> None:
+    """Prints how many rows of `sources` are used, their `description`, and why the `bad` ones are not."""
     names = ", ".join(map(str, [sources] if isinstance(sources, str | Path) else sources))
-    print(f"{names}: {used} of {used + sum(map(len, left_out.values()))} rows\n  {description}")
-    for reason, words in left_out.items():
-        if words:
-            listed = "; ".join(words[:SHOWN]) + "; …" * (len(words) > SHOWN)
-            print(f"  left out, {reason}: {len(words)} ({listed})")
-
-
-def filled_columns(row: Row) -> str:
-    """Lists the columns in which a row has something, but for what a run adds to it."""
-    added, empty = ("raw_prompt", "raw_prompt_ids", "index"), ("None", "{}", "{'ground_truth': None}")
-    return ", ".join(name for name, value in row.items() if name not in added and str(value) not in empty)
+    print(f"{names}: {used} of {used + len(bad) + overlong} rows\n  {description}")
+    if bad:
+        print(f"  left out, unusable: {len(bad)} ({'; '.join(bad[:SHOWN])}{'; …' * (len(bad) > SHOWN)})")
 
 
 def report_overlap(

@@ -71,17 +71,10 @@ class AbstractSampler(Sampler[int], ABC):
         return len(self.data_source) if self.num_rows is None else self.num_rows
 
     def update(self, batch: DataProto) -> None:
-        """Hears of a training step, by its batch, or as `update(self, indices, metrics)`; does nothing here."""
+        """Hears of a training step, by its batch, or as `update(self, indices, metrics)`; does nothing here.
 
-
-class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from every step, as verl's of this name: by `update(batch)` or `update(indices, metrics)`.
-
-    What it learnt belongs into its `state_dict`. extras/curriculum/curriculum.py has two.
-    """
-
-    @abstractmethod
-    def update(self, batch: DataProto) -> None: ...
+        What a curriculum learnt belongs into its `state_dict`. extras/curriculum/curriculum.py has two.
+        """
 
 
 class PlainSampler(AbstractSampler):
@@ -104,9 +97,8 @@ def hears_metrics(sampler: AbstractSampler) -> bool:
     if "metrics" in signature.parameters or len(required) == 2:
         return True
     if len(required) != 1:
-        raise ValueError(
-            f"{type(sampler).__qualname__}.update{signature}: it must be update(batch) or update(indices, metrics)."
-        )
+        name = type(sampler).__qualname__
+        raise ValueError(f"{name}.update{signature}: it must be update(batch) or update(indices, metrics).")
     return False
 
 
@@ -171,14 +163,9 @@ class PromptLoader:
         drop_last: bool = True,
         left_out: Collection[int] = frozenset(),
     ) -> None:
-        self.dataset = dataset
-        self.make_row = make_row
-        self.left_out = left_out
-        self.batch_size = batch_size
-        self.sampler = sampler
-        self.drop_last = drop_last
-        self.epoch = 0
-        self.index = 0
+        self.dataset, self.sampler, self.make_row, self.left_out = dataset, sampler, make_row, left_out
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.epoch = self.index = 0
         self.num_rows = len(dataset)  # as the epoch began
         if len(self) == 0:
             raise self._no_batch()
@@ -210,8 +197,7 @@ class PromptLoader:
     def row(self, position: int) -> Row:
         """Returns a row of the dataset, as batches hold it."""
         if position >= len(self.dataset):
-            problem = "a dataset may grow in a run, but not shrink, and a sampler draws from its rows alone"
-            raise ValueError(f"row {position} of {len(self.dataset)}: {problem}.")
+            raise ValueError(f"row {position} of {len(self.dataset)}: a dataset may grow in a run, but not shrink.")
         return self.make_row(self.dataset[position], position)
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,14 +214,14 @@ class PromptLoader:
         """
         for name, part in (("dataset", self.dataset), ("sampler", self.sampler)):
             if isinstance(part, Stateful) != (name in state):
-                raise ValueError(
-                    f"the checkpoint holds {'a' if name in state else 'no'} state of the {name}, which does not go "
-                    f"with {type(part).__name__}: resume with the {name} of the interrupted run."
+                problem = (
+                    f"the checkpoint holds {'a' if name in state else 'no'} state of the {name}, which does not go"
                 )
+                remedy = f"resume with the {name} of the interrupted run"
+                raise ValueError(f"{problem} with {type(part).__name__}: {remedy}.")
             if isinstance(part, Stateful):
                 part.load_state_dict(state[name])
-        self.epoch, self.index = state["epoch"], state["index"]
-        self.num_rows = state["num_rows"]
+        self.epoch, self.index, self.num_rows = state["epoch"], state["index"], state["num_rows"]
         num_seen = 0 if isinstance(self.sampler, Stateful) else self.index
         self._rest = islice(self._positions(self.num_rows), num_seen, None)
 
@@ -256,9 +242,9 @@ class PromptLoader:
 
     def _no_batch(self) -> ValueError:
         rows = epoch_rows(self.dataset, self.sampler, self.left_out)
+        remedy = "Lower it, or give more rows (data.max_prompt_length may drop too many)"
         return ValueError(
-            f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {rows} rows. Lower it, or give "
-            "more rows (data.max_prompt_length may drop too many)."
+            f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {rows} rows. {remedy}."
         )
 
 

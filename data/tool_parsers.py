@@ -68,10 +68,9 @@ class ToolParser:
         """Raises ValueError if no parser has that name, or it cannot parse; lists those that there are."""
         known = [*ToolParser.registry, *present("format")]
         if name not in known:
-            raise ValueError(
-                f"Unknown tool parser: {name!r}.{did_you_mean(name, known)} There are {', '.join(known)}; one of yours "
-                f"stands under @ToolParser.register({name!r}) in a file of actor_rollout_ref.model.external_lib."
-            )
+            own = f"one of yours stands under @ToolParser.register({name!r}) in a file of model.external_lib"
+            known = f"{did_you_mean(name, known)} There are {', '.join(known)}"
+            raise ValueError(f"Unknown tool parser: {name!r}.{known}; {own}.")
         parser = ToolParser.registry.get(name) or find("format", name)
         if (parser.parse, parser.extract_tool_calls) == (ToolParser.parse, ToolParser.extract_tool_calls):
             raise ValueError(f"the tool parser {name!r}, {parser.__name__}, defines no parse(answer, schemas).")

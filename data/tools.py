@@ -16,16 +16,10 @@ from uuid import uuid4
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 
-JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}
+JSON_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 TOOL_MARK = "function_tool"  # the attribute of a function that is marked as a tool
 NAME = re.compile(r"[A-Za-z_][\w-]*")
+OPENAIS_FORMAT = '{"type": "function", "function": {"name": …, "description": …, "parameters": {"type": "object", …}}}'
 SUPPORTED = "str, int, float, bool, list, dict, list[…], dict[str, …], Literal[…], Optional[…] and X | None"
 
 
@@ -196,14 +190,12 @@ def as_reward(value: Any) -> float:
 
 def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
     """Returns `schema` with what may be left out ("parameters": none; "description": "")."""
-    example = '{"type": "function", "function": {"name": …, "description": …, "parameters": {"type": "object", …}}}'
     match schema:
         case {"type": "function", "function": {"name": str(name)} as function} if NAME.fullmatch(name):
             pass
         case _:
-            raise ValueError(
-                f"the tool schema {json.dumps(schema, default=str)[:200]} is not in OpenAI's format: {example}."
-            )
+            shown = json.dumps(schema, default=str)[:200]
+            raise ValueError(f"the tool schema {shown} is not in OpenAI's format: {OPENAIS_FORMAT}.")
     empty = {"type": "object", "properties": {}, "required": []}
     declared = function.get("parameters") or {}
     parameters = empty | ({"type": None} | declared if declared else {})
@@ -213,15 +205,12 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
         raise ValueError(f"{subject} must have type: object, and properties, a mapping of names, not {parameters}.")
     for key, value in parameters["properties"].items():
         if not isinstance(value, Mapping) or any(kind not in [*JSON_TYPES, "null"] for kind in types_of(value)):
-            raise ValueError(
-                f"{subject}.properties.{key} is {value}; it must be a mapping, with types of "
-                f"{', '.join(JSON_TYPES)} and null."
-            )
+            rule = f"it must be a mapping, with types of {', '.join(JSON_TYPES)} and null"
+            raise ValueError(f"{subject}.properties.{key} is {value}; {rule}.")
     if unknown := sorted(set(parameters["required"]) - set(parameters["properties"])):
         raise ValueError(f"{subject}.required names {unknown}, which properties does not: describe them there.")
-    function = {"name": name, "description": function.get("description") or "", "parameters": parameters} | {
-        key: value for key, value in function.items() if key not in ("name", "description", "parameters")
-    }
+    described = {"description": function.get("description") or "", "parameters": parameters}
+    function = {"name": name, **described} | function | described
     return ToolSchema(deepcopy({**schema, "function": function}))
 
 

@@ -85,9 +85,9 @@ class Completion:
 
     def __post_init__(self) -> None:
         if self.finish_reason not in END_REASON_OF:
+            reasons = ", ".join(END_REASON_OF)
             raise ValueError(
-                f"request {self.id} finished with finish_reason={self.finish_reason!r}, which is none of "
-                f"{', '.join(END_REASON_OF)}: the engine has to say which of them it was."
+                f"request {self.id} finished with finish_reason={self.finish_reason!r}, none of {reasons}."
             )
 
 

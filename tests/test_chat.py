@@ -155,7 +155,7 @@ def test_a_template_that_drops_the_thoughts_of_earlier_answers_is_refused_where_
 def test_template_kwargs_and_tools_reach_the_template():
     messages = "{% for m in messages %}{{ m.content }};{% endfor %}"
     template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ mood }}" + messages
-    chat = ChatFormat(tokenizer_with(template, "</s>"), {"mood": "calm"}, [{"name": "clock"}, {"name": "map"}])
+    chat = ChatFormat(tokenizer_with(template, "</s>"), {"mood": "calm", "tools": [{"name": "clock"}, {"name": "map"}]})
     ids = chat.prompt_ids([{"role": "user", "content": "hi"}])
     assert "".join(chat.tokenizer.convert_ids_to_tokens(ids)) == "[clock][map]calmhi;"
     assert chat.increment_text([{"role": "tool", "content": "9:00"}]) == ";9:00;"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import DataConfig
-from data.sampler import AbstractCurriculumSampler
+from data.sampler import AbstractSampler
 from data.seeding import numpy_generator
 from extras.curriculum.mixture import column_of
 
@@ -29,7 +29,7 @@ def check_bounds(name: str, value: float, holds: bool, bounds: str) -> None:
         raise ValueError(f"data.sampler.kwargs.{name}={value}: it must be {bounds}.")
 
 
-class CurriculumSampler(AbstractCurriculumSampler):
+class CurriculumSampler(AbstractSampler):
     """Base of both: rows in bins, by their value in a column, and a success rate of each bin.
 
     A subclass says by `weights()` how often each bin is drawn from; the row in it is drawn evenly.

@@ -77,7 +77,7 @@ class SFTDataset(Dataset):
         learnt = sum(sum(sample.policy_mask) for sample in self.samples)
         cut = f"; {plural(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
         about = f"{min(lengths)} to {max(lengths)} tokens each; {learnt} of {sum(lengths)} tokens are learnt{cut}"
-        print_report(data_files, len(lengths), about, {"unusable": bad.describe()})
+        print_report(data_files, len(lengths), about, bad.describe())
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -180,7 +180,7 @@ class TokenRows(Dataset):
     def __init__(self, rows: Dataset, config: SFTDataConfig) -> None:
         self.rows, self.config = rows, config
         lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in map(self.sample, range(len(rows)))]
-        print_report(type(rows).__name__, len(rows), f"{min(lengths)} to {max(lengths)} tokens each", {})
+        print_report(type(rows).__name__, len(rows), f"{min(lengths)} to {max(lengths)} tokens each")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -274,8 +274,8 @@ class ConversationFormat:
         """Returns the template's format for conversations with these tools: schemas, or JSON of them."""
         key = tools if isinstance(tools, str) else json.dumps(tools) if tools else ""
         if key not in self.formats:
-            kwargs = self.config.apply_chat_template_kwargs
-            self.formats[key] = ChatFormat(self.tokenizer, kwargs, json.loads(key))
+            kwargs = {**self.config.apply_chat_template_kwargs, "tools": json.loads(key)}
+            self.formats[key] = ChatFormat(self.tokenizer, kwargs)
         return self.formats[key]
 
     def mask_from_template(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterable[Part]:
