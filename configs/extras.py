@@ -114,7 +114,7 @@ TABLE: dict[str, dict[str, str]] = {
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
         "verifiers": "extras.verifiers.bridge:read_rows",
     },
-    "sampler": {"source_weights": "extras.curriculum.mixture:MixtureSampler"},  # by the setting of data
+    "sampler": {"source_weights": "extras.curriculum.curriculum:MixtureSampler"},  # by the setting of data
     "dataset": {"files": "data.rl_dataset:RLHFDataset", "datagen": "extras.datagen.dataset:DynamicGenDataset"},
     "format": {  # of calls, beside those of data/tool_parsers.py
         "plain": "extras.tools.formats:PlainParser",

@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_290,
+    "core lines": 17_140,
     "core files": 82,
-    "product lines": 41_010,
+    "product lines": 40_890,
     "scripts and benchmarks": 3_770,
     "names in training/": 19,
     "names in workers/": 24,
@@ -46,7 +46,7 @@ CEILINGS = {
     "modules with one importer": 51,
     "settings": 341,  # verl's keys of distillation are 13
     "file names in two folders": 16,
-    "functions named by a bare participle": 1,
+    "functions named by a bare participle": 0,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
     "test lines": 42_250,

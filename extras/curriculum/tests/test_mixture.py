@@ -9,7 +9,7 @@ from configs.errors import ConfigError
 from configs.loader import compose
 from configs.schema import DataConfig
 from data.sampler import create_rl_sampler
-from extras.curriculum.mixture import mixed_order, shares
+from extras.curriculum.curriculum import mixed_order, shares
 from tests.test_sampler import Levels, assert_resuming_is_exact
 
 
