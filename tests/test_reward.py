@@ -21,7 +21,7 @@ from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
 from data.types import NotScored
-from training.reward import add_scores, compute_reward, concat_scored, load_reward_manager, reward_metrics, reward_view
+from training.reward import add_scores, concat_scored, load_reward_manager, reward_metrics, reward_view
 from training.reward_function import FunctionReward
 
 TOKENIZER = build_tokenizer()
@@ -93,8 +93,8 @@ def rollout(*responses: str, width: int = 8, **columns: list) -> DataProto:
     )
 
 
-def score(result, batch: DataProto) -> tuple[torch.Tensor, dict]:
-    return compute_reward(batch, lambda data: result, TOKENIZER, ScoringConfig())[:2]
+def score(result, batch: DataProto) -> torch.Tensor:
+    return add_scores(batch, lambda data: result, TOKENIZER).token_level_scores
 
 
 @pytest.mark.parametrize("form", FILES)
@@ -105,7 +105,7 @@ def test_every_form_works_alone_and_in_a_run_and_is_given_its_kwargs(tmp_path, f
     assert alone == [0.5, 0.0]
     labels = [{"style": "rule", "ground_truth": "4"}] * 2
     batch = rollout("4", "5", reward_model=labels, data_source=["sums"] * 2, extra_info=[{}] * 2)
-    scores, *_ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
+    scores = add_scores(batch, reward, TOKENIZER).token_level_scores
     assert scores.sum(1).tolist() == [0.5, 0.0]
 
 
@@ -183,18 +183,18 @@ def test_trls_functions_are_given_texts_for_texts_messages_for_messages_and_all_
     batch = rollout("<4>", "5", level=[1, 2], reward_model=labels, raw_prompt=["p", "q"])
 
     def scores(name):
-        return compute_reward(batch, load(tmp_path, TRLS, name), TOKENIZER, ScoringConfig(on_failure="mask"))
+        scored = add_scores(batch.clone(), load(tmp_path, TRLS, name), TOKENIZER)
+        return [*zip(scored.reward_outcome, scored.token_level_scores.sum(1).tolist(), strict=True)]
 
-    assert scores("accuracy_reward")[0].sum(1).tolist() == [1.0, 0.0]
-    easy, _, failures = scores("of_the_easy")
-    assert easy.sum(1).tolist() == [1.0, 0.0] and list(failures) == [1]
+    assert scores("accuracy_reward") == [("ok", 1.0), ("ok", 0.0)]
+    assert scores("of_the_easy") == [("ok", 1.0), ("error", 0.0)]
     chat = [{"role": "user", "content": "p"}]
     said = [*chat, {"role": "assistant", "content": "<7>"}]
     batch.non_tensor_batch |= {"raw_prompt": object_array([chat, chat]), "__messages__": object_array([said, said])}
-    assert scores("format_reward")[0].sum(1).tolist() == [1.0, 1.0]
-    assert scores("accuracy_reward")[0].sum(1).tolist() == [0.0, 1.0]
+    assert scores("format_reward") == [("ok", 1.0), ("ok", 1.0)]
+    assert scores("accuracy_reward") == [("ok", 0.0), ("ok", 1.0)]
     del batch.non_tensor_batch["__messages__"]
-    assert scores("accuracy_reward")[0].sum(1).tolist() == [1.0, 0.0]
+    assert scores("accuracy_reward") == [("ok", 1.0), ("ok", 0.0)]
     assert FunctionReward(lambda completions, ground_truth: []).form.needs_ground_truth
 
 
@@ -235,9 +235,7 @@ def test_an_async_reward_that_takes_too_long_ends_the_run_and_names_row_and_key(
     answers = rollout("one", "stuck", "two", width=5)
     message = r"raised TimeoutError: the call for response 1 was not done after reward.timeout=0.2 seconds: raise it"
     with pytest.raises(RuntimeError, match=message):
-        compute_reward(
-            answers, FunctionReward(compute_score, max_concurrent=1, timeout=0.2), TOKENIZER, ScoringConfig()
-        )
+        add_scores(answers, FunctionReward(compute_score, max_concurrent=1, timeout=0.2), TOKENIZER)
     assert cancelled == ["stuck"]
 
 
@@ -321,10 +319,10 @@ def test_a_function_names_columns_of_the_data_and_facts_of_the_rollout(tmp_path,
     batch = rollout("4", "57[x]", "0", level=[1, 2, 3], hint=["a", "b", "c"], most=[1, 2, 3])
     batch.non_tensor_batch |= {"uid": object_array([0, 0, 1]), "end_reason": object_array(["terminated"] * 3)}
     reward = load(tmp_path, COLUMNS, name)
-    scores, extra, _ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
-    assert scores.sum(1).tolist() == [1, 2, 3] and extra["ids"].tolist() == [1, 2, 1]
-    assert extra["end"].tolist() == ["terminated"] * 3 and extra["best"].tolist() == ["57", "57", "0"]
-    assert extra["said"].tolist() == (["a", "b", "c"] if name == "one" else ["a"] * 3)
+    scored = add_scores(batch, reward, TOKENIZER)
+    assert scored.token_level_scores.sum(1).tolist() == [1, 2, 3] and scored.ids.tolist() == [1, 2, 1]
+    assert scored.end.tolist() == ["terminated"] * 3 and scored.best.tolist() == ["57", "57", "0"]
+    assert scored.said.tolist() == (["a", "b", "c"] if name == "one" else ["a"] * 3)
 
 
 def test_a_column_that_a_function_needs_and_the_data_lacks_is_named_before_the_first_step_and_at_a_call(tmp_path):
@@ -337,7 +335,7 @@ def test_a_column_that_a_function_needs_and_the_data_lacks_is_named_before_the_f
 
 def test_the_score_lands_on_the_last_token_of_the_policy_and_nowhere_in_failed_rows():
     batch = rollout("ab", "a[tool]b", "ab[to]", "[tool]")
-    scores, _ = score([1.0, 2.0, 3.0, 4.0], batch)
+    scores = score([1.0, 2.0, 3.0, 4.0], batch)
     assert scores.dtype == torch.float32 and scores.shape == (4, 8)
     assert scores.nonzero().tolist() == [[0, 1], [1, 5], [2, 1]]
     assert scores[scores != 0].tolist() == [1.0, 2.0, 3.0]
@@ -349,7 +347,7 @@ def test_text_of_the_environment_earns_nothing(tmp_path):
     assert [*view.responses] == ["", "42"]
     assert [*view.prompts] == ["2+2="] * 2 and [*view.ground_truths] == ["42"] * 2
     reward = FunctionReward(lambda solution_str, ground_truth: float(ground_truth in solution_str))
-    scores, *_ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
+    scores = add_scores(batch, reward, TOKENIZER).token_level_scores
     assert scores.sum(1).tolist() == [0.0, 1.0]
 
 
@@ -361,8 +359,8 @@ def test_answers_of_several_turns_are_not_read_as_one():
 def test_a_reward_per_token_stays_where_it_is():
     batch = rollout("ab", "a[t]b")
     per_token = torch.rand(2, 8) * batch.response_mask
-    scores, *_ = compute_reward(batch, lambda data: per_token.double() * data.response_mask, TOKENIZER, ScoringConfig())
-    assert torch.equal(scores, per_token)
+    scored = add_scores(batch.clone(), lambda data: per_token.double() * data.response_mask, TOKENIZER)
+    assert torch.equal(scored.token_level_scores, per_token)
     with pytest.raises(
         ValueError, match=r"scored 12 tokens that the policy did not produce.*= \[0, 2\].*response_mask"
     ):
@@ -384,7 +382,7 @@ def test_a_reward_per_token_stays_where_it_is():
     ],
 )
 def test_numbers_of_every_kind_are_scores(result):
-    scores, _ = score(result, rollout("a", "b"))
+    scores = score(result, rollout("a", "b"))
     assert scores[:, 0].tolist() == [1.0, 0.0] and not scores.requires_grad
 
 
@@ -393,9 +391,9 @@ WRONG = [
     (0.5, "returned 0.5: it must return [2] numbers"),
     ("ab", "returned 'ab': it must return [2] numbers"),
     ({"score": [1.0, 0.0]}, "returned {'score': [1.0, 0.0]}: it must return"),
-    ([1.0], "returned 1 scores for 2 responses"),
-    ([{"score": 1.0}] * 3, "returned 3 scores for 2 responses"),
-    (torch.zeros(3), "returned 3 scores for 2 responses: it must return [2] numbers, one per response, or [2, 8]"),
+    ([1.0], "returned scores of shape [1]"),
+    ([{"score": 1.0}] * 3, "returned scores of shape [3]"),
+    (torch.zeros(3), "returned scores of shape [3]: it must return [2] numbers, one per response, or [2, 8]"),
     (torch.zeros(2, 7), "returned scores of shape [2, 7]"),
     (torch.tensor(1.0), "returned scores of shape []"),
     ([{"score": 1.0, "uid": 0}] * 2, "returned the keys ['uid'], which are columns of the batch already"),
@@ -408,7 +406,7 @@ def test_a_wrong_result_is_refused_and_located(result, message):
         return result
 
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        compute_reward(rollout("a", "b"), my_reward, TOKENIZER, ScoringConfig())
+        add_scores(rollout("a", "b"), my_reward, TOKENIZER)
     assert f"my_reward ({__file__})" in str(caught.value)
 
 
@@ -467,7 +465,7 @@ def test_a_reward_that_raises_is_located_in_the_users_file(tmp_path, asynchronou
     reward = load(tmp_path, text.replace("def ", "async def ") if asynchronous else text, name)
     message = rf"compute_score \({tmp_path}/my_reward.py\) raised JSONDecodeError: .*\(at {tmp_path}/my_reward.py:3\)"
     with pytest.raises(RuntimeError, match=message) as caught:
-        compute_reward(rollout("a"), reward, TOKENIZER, ScoringConfig())
+        add_scores(rollout("a"), reward, TOKENIZER)
     assert "JSONDecodeError" in str(type(caught.value.__cause__))
 
 
@@ -481,7 +479,7 @@ def test_errors_name_partials_and_objects_too():
 
     for manager, name in ((Manager(), "Manager"), (FunctionReward(partial(weighted, 2.0)), "weighted")):
         with pytest.raises((ValueError, RuntimeError), match=rf"{name} \(.*test_reward.py\) (failed: it )?returned"):
-            compute_reward(rollout("a"), manager, TOKENIZER, ScoringConfig())
+            add_scores(rollout("a"), manager, TOKENIZER)
 
 
 def test_what_a_dict_says_beside_the_score_becomes_columns_and_metrics_of_the_rows_that_did_not_fail():
@@ -562,7 +560,7 @@ def test_too_many_of_them_end_the_run_at_the_users_line(answers, limit, counts):
     said = f"{counts}), more than reward.max_failed_fraction={limit:g}".replace(")", r"\)")
     message = rf"raised KeyError: 'lost' \(at mine.py:7\)\. {said}"
     with pytest.raises(RuntimeError, match=message):
-        compute_reward(rollout(*answers), fails, TOKENIZER, config)
+        add_scores(rollout(*answers), fails, TOKENIZER, config)
 
 
 def test_a_function_beside_an_environment_is_said_to_be_what_scores(tmp_path, capfd, monkeypatch):

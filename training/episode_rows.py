@@ -5,15 +5,14 @@ Estimators, the statistics of groups and metrics count episodes.
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.padding import last_token
-from data.protocol import DataProto, object_array
+from data.protocol import DataProto
 from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from training.core_algos import Groups
 
@@ -112,28 +111,6 @@ def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
     return torch.tensor([of_uid.get(uid, mean) for uid, mean in zip(batch.uid, means, strict=True)])
 
 
-def score_others(batch: DataProto, score: Callable[[DataProto], Any]) -> Any:
-    """Returns scores [B, R], extra columns and failures by row, as `score` finds them, where some rows bring theirs.
-
-    The column of their scores is taken out; they are shown to no reward, and the column reward_extra_info has their
-    extra columns.
-    """
-    own_scores = batch.non_tensor_batch.pop(BROUGHT)
-    infos = batch.non_tensor_batch.pop("reward_extra_info", [None] * len(batch))
-    rows = [{} if number is None else dict(info or {}) for number, info in zip(own_scores, infos, strict=True)]
-    numbers = torch.tensor([number or 0.0 for number in own_scores], dtype=torch.float32)
-    placed, failures = last_token(batch.batch["response_mask"]) * numbers[:, None], {}
-    unscored = np.array([row for row, number in enumerate(own_scores) if number is None], dtype=np.int64)
-    if len(unscored):
-        placed[unscored], columns, failed = score(batch.select_idxs(unscored))
-        failures = {int(unscored[row]): failure for row, failure in failed.items()}
-        for name, column in columns.items():
-            for row, value in zip(unscored, column, strict=True):
-                rows[row][name] = value
-    names = dict.fromkeys(name for row in rows for name in row)
-    return placed, {name: object_array([row.get(name) for row in rows]) for name in names}, failures
-
-
 def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
     """Adds to each row's extra_info, as in verl: num_turns (2 for each answer; an agent loop of the user's has
     counted by itself), rollout_reward_scores ({}), of conversations tool_call_counts, tool_rewards (one a call) and
@@ -144,13 +121,8 @@ def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
     facts["num_turns"] = [2 * count if loop is None else count for count, loop in zip(turns, loops, strict=True)]
     infos, fields = columns.get("extra_info", absent), columns.get("tool_extra_fields", absent)
     return [
-        {
-            **(infos[row] or {}),
-            "rollout_reward_scores": {},
-            **{name: fact[row] for name, fact in facts.items()},
-            **(fields[row] or {}),
-        }
-        for row in range(len(batch))
+        {**(info or {}), "rollout_reward_scores": {}, **dict(zip(facts, row, strict=True)), **(field or {})}
+        for info, field, *row in zip(infos, fields, *facts.values(), strict=True)
     ]
 
 

@@ -8,13 +8,11 @@ back is checked before it meets a loss, and a row without a score is not one wit
 
 import inspect
 import logging
-import math
 import numbers
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress, groupby
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
@@ -33,14 +31,24 @@ from data.padding import last_token
 from data.protocol import DataProto, join_rows, object_array
 from data.rows import prompt_text
 from data.types import NotScored, Row
-from training.episode_rows import BROUGHT, EpisodeRows, describe_conversations, score_others
+from training.episode_rows import BROUGHT, EpisodeRows, describe_conversations
 
 RewardManager = Callable[[DataProto], Any]
 Columns = dict[str, np.ndarray]
-Failures = dict[int, NotScored]  # by row
 TOO_LARGE = 1e18  # from here on the squares of a batch of scores are no longer finite in float32
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Holds what a reward says of a row: its score, or those of its tokens, [R] float32; and further values."""
+
+    score: float | Tensor
+    extra: Row
+
+
+Result = Scored | NotScored
 
 
 @dataclass(frozen=True)
@@ -168,41 +176,51 @@ def add_scores(
     """Adds token_level_scores to `batch`, and the reward's extra columns, named in meta_info["reward_extra_keys"].
 
     Rows that could not be scored become what `config` says (`mark_failures`). Episodes of an environment bring their
-    scores. Raises as `compute_reward`.
-    """
-    if "token_level_scores" in batch and "turn_ids" in batch:
-        batch.meta_info["reward_extra_keys"] = []
-        return batch
-    config = config or ScoringConfig()  # a test may leave it out
-    score = partial(compute_reward, manager=manager, tokenizer=tokenizer, config=config)
-    scores, extra, failures = score_others(batch, score) if BROUGHT in batch else score(batch)
-    batch.batch["token_level_scores"] = scores
-    mark_failures(batch, failures, config)
-    batch.non_tensor_batch.update(extra)
-    batch.meta_info["reward_extra_keys"] = sorted(extra)
-    return batch
-
-
-def compute_reward(
-    batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase, config: ScoringConfig
-) -> tuple[Tensor, Columns, Failures]:
-    """Scores a batch: token_level_scores [B, R] float32, a row's score on its last policy token; the extra columns ([B]
-    objects) of managers that return dicts; and the rows that could not be scored.
+    scores, and rows of an agent loop may: these are shown to no reward.
 
     Raises:
         RuntimeError: the manager raised, or too many rows could not be scored; names it and the line.
         ValueError: the scores are of a wrong number, type or shape, or on no token of the policy, or an extra column is
             in the batch already.
     """
-    name, mask = reward_name(manager), batch.batch["response_mask"]
-    result = call_manager(manager, reward_view(batch, tokenizer))
-    scores, extra, failures = validate_result(result, manager, mask.shape, config)
-    if clashing := [key for key in extra if key in batch]:
-        raise ValueError(f"the reward {name} returned the keys {clashing}, which are columns of the batch already.")
-    placed = place_scores(scores, mask, name)
-    if scores.ndim == 2 and config.on_failure == "score":
-        placed[sorted(failures)] = config.failure_score * (last_token(mask) == 1)[sorted(failures)].float()
-    return placed, extra, failures
+    if "token_level_scores" in batch and "turn_ids" in batch:
+        batch.meta_info["reward_extra_keys"] = []
+        return batch
+    config = config or ScoringConfig()  # a test may leave it out
+    name, mask, results = reward_name(manager), batch.batch["response_mask"], take_brought(batch)
+    if rows := [row for row, result in enumerate(results) if result is None]:
+        view = reward_view(batch if len(rows) == len(batch) else batch.select_idxs(rows), tokenizer)
+        scored = compute_reward(view, manager, config, mask.shape[1])
+        if clashing := [key for key in extra_columns(scored) if key in batch]:
+            raise ValueError(f"the reward {name} returned the keys {clashing}, which are columns of the batch already.")
+        for row, result in zip(rows, scored, strict=True):
+            results[row] = result
+    extra = extra_columns(results)
+    failure_score = config.failure_score if config.on_failure == "score" else 0.0
+    batch.batch["token_level_scores"] = place_scores(results, mask, name, failure_score)
+    mark_failures(batch, results, config)
+    batch.non_tensor_batch.update(extra)
+    batch.meta_info["reward_extra_keys"] = sorted(extra)
+    return batch
+
+
+def take_brought(batch: DataProto) -> list[Scored | None]:
+    """Takes the scores out of `batch` that rows bring from their agent loops, with their reward_extra_info; None: a row
+    brings none."""
+    nothing = [None] * len(batch)
+    if BROUGHT not in batch:
+        return nothing
+    scores, infos = (batch.non_tensor_batch.pop(name, nothing) for name in (BROUGHT, "reward_extra_info"))
+    pairs = zip(scores, infos, strict=True)
+    return [None if score is None else Scored(score, info or {}) for score, info in pairs]
+
+
+def compute_reward(view: DataProto, manager: RewardManager, config: ScoringConfig, width: int = 1) -> list[Result]:
+    """Scores the rows of a `reward_view`, whose responses are `width` tokens wide. Raises as `add_scores`."""
+    name = reward_name(manager)
+    results = read_results(call_manager(manager, view), (len(view), width), name)
+    check_failures(results, config, name)
+    return results
 
 
 def call_manager(manager: RewardManager, view: DataProto) -> Any:
@@ -216,32 +234,116 @@ def call_manager(manager: RewardManager, view: DataProto) -> Any:
         ) from error
 
 
-def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
-    """Puts [B] scores onto each row's last policy token (failed rows have none), [B, R] as it is: [B, R] float32."""
-    if scores.ndim == 1:
-        return torch.where(last_token(mask) == 1, scores[:, None], 0.0)
-    if misplaced := ((scores != 0) & (mask == 0)).nonzero().tolist():
+def read_results(returned: Any, shape: tuple[int, int], name: str) -> list[Result]:
+    """Reads what the reward called `name` returned for B responses of R tokens, `shape`, as a result for each.
+
+    A row has no score with anything but a finite number (or R of them, in a tensor), or with a dict of other keys than
+    most. A number beside dicts is a score without further values. Raises ValueError if the whole is of a wrong number,
+    type or shape.
+    """
+    rows, columns = shape[0], {}
+    if isinstance(returned, dict) and "reward_tensor" in returned:  # verl's managers
+        returned, columns = returned["reward_tensor"], returned.get("reward_extra_info") or {}
+        if bad := {key: len(values) for key, values in columns.items() if len(values) != rows}:
+            raise ValueError(f"the reward {name} returned reward_extra_info of the lengths {bad} for {rows} responses.")
+    is_array = isinstance(returned, np.ndarray | Tensor)
+    size = [*returned.shape] if is_array else [len(returned)] if isinstance(returned, list | tuple) else None
+    if size != [rows] and (size != [*shape] or not is_array):
+        what = reprlib.repr(returned) if size is None else f"scores of shape {size}"
+        allowed = f"[{rows}] numbers, one per response, or {[*shape]}, one per response token, as a list or a tensor"
+        raise ValueError(f"the reward {name} returned {what}: it must return {allowed}.")
+    returned = returned.tolist() if is_array and size == [rows] else [*returned]
+    kinds = Counter(frozenset(result) for result in returned if isinstance(result, dict) and "score" in result)
+    keys = max(kinds, key=kinds.__getitem__, default=frozenset(["score"]))
+    extra = [{key: values[row] for key, values in columns.items()} for row in range(rows)]
+    return [read_result(*pair, keys, shape[1]) for pair in zip(returned, extra, strict=True)]
+
+
+def read_result(result: Any, extra: Row, keys: frozenset[str], width: int) -> Result:
+    """Reads a row's result: its score, and further values beside `extra`; most dicts of the batch have `keys`."""
+    if isinstance(result, NotScored):
+        return result
+    if isinstance(result, dict) and result.keys() != keys:
+        rule = f"most dicts have {sorted(map(str, keys))}" if "score" in result else "a dict needs 'score'"
+        return NotScored("error", f"it returned a dict of {sorted(map(str, result))}: {rule}")
+    fields = result if isinstance(result, dict) else {"score": result}
+    score, extra = fields["score"], extra | {key: value for key, value in fields.items() if key != "score"}
+    if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
+        score = score.item()
+    elif isinstance(score, Tensor | np.ndarray) and score.shape == (width,):
+        score = torch.as_tensor(score).detach().float().cpu()
+        wrong = score[~(score.abs() < TOO_LARGE)]  # NaN is not below anything
+        if not len(wrong):
+            return Scored(score, extra)
+        score = wrong[0].item()
+    if isinstance(score, numbers.Real | np.bool_) and abs(score) < TOO_LARGE:
+        return Scored(float(score), extra)
+    is_number = isinstance(score, numbers.Real)
+    rule = f"finite number below {TOO_LARGE:g}" if is_number else "number, or a dict with it as 'score'"
+    return NotScored("error", f"it returned {reprlib.repr(score)}: a score is a {rule}")
+
+
+def check_failures(results: Sequence[Result], config: ScoringConfig, name: str) -> None:
+    """Warns of responses that the reward called `name` could not score, with the most frequent cause; raises
+    RuntimeError if they are more than reward.max_failed_fraction."""
+    failures = [result for result in results if isinstance(result, NotScored)]
+    if not failures:
+        return
+    [(problem, times)] = Counter(failure.reason for failure in failures).most_common(1)
+    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(failure.outcome for failure in failures).items())
+    trace = next(failure.trace for failure in failures if failure.reason == problem)
+    cause = f"the reward {name} {'raised' if trace else 'failed:'} {problem}"
+    summary = f"{len(failures)} of {len(results)} responses could not be scored ({counts})"
+    if len(failures) <= config.max_failed_fraction * len(results):
+        becomes = "left out" if config.on_failure == "mask" else f"scored {config.failure_score:g}"
+        logger.warning("%s, and are %s: %s, most often (%d times)", summary, becomes, cause, times)
+        return
+    limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g} allows"
+    error = RuntimeError(f"{cause}. {summary}, {limit}; python -m extras.try_reward tries it alone.")
+    if trace:
+        error.add_note(f"in the process of the reward function:\n{trace}")
+    raise error
+
+
+def place_scores(results: Sequence[Result], mask: Tensor, name: str, failure_score: float = 0.0) -> Tensor:
+    """Puts a row's score, or `failure_score`, on its last policy token (a row without one has none), and scores of each
+    token as they are: [B, R] float32. Raises ValueError for one that is on no token of the policy."""
+    placed, ends = torch.zeros(mask.shape), last_token(mask) == 1
+    for row, result in enumerate(results):
+        score = result.score if isinstance(result, Scored) else failure_score
+        placed[row, slice(None) if isinstance(score, Tensor) else ends[row]] = score
+    if misplaced := ((placed != 0) & (mask == 0)).nonzero().tolist():
         raise ValueError(
             f"the reward {name} scored {len(misplaced)} tokens that the policy did not produce, the first at "
             f"[response, token] = {misplaced[0]}: multiply by data.response_mask."
         )
-    return scores
+    return placed
 
 
-def mark_failures(batch: DataProto, failures: Failures, config: ScoringConfig) -> None:
+def extra_columns(results: Sequence[Result]) -> Columns:
+    """Makes a column, [B] objects, of each further value; a row without a score has 0 for numbers, and a row that does
+    not have it None."""
+    empty: Row = {}
+    for scored in filter(lambda result: isinstance(result, Scored), results):
+        empty = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in scored.extra.items()} | empty
+    rows = [result.extra if isinstance(result, Scored) else empty for result in results]
+    return {key: object_array([row.get(key) for row in rows]) for key in empty}
+
+
+def mark_failures(batch: DataProto, results: Sequence[Result], config: ScoringConfig) -> None:
     """Adds the column reward_outcome, [B] (ok, timeout or error), and leaves rows without a score out of training.
 
     Such a row loses its policy tokens and, if there is that column, gets the end_reason reward_timeout or reward_error.
     """
-    outcomes = [failures[row].outcome if row in failures else "ok" for row in range(len(batch))]
+    outcomes = ["ok" if isinstance(result, Scored) else result.outcome for result in results]
     batch.non_tensor_batch["reward_outcome"] = object_array(outcomes)
-    if not failures or config.on_failure == "score":
+    rows = [row for row, outcome in enumerate(outcomes) if outcome != "ok"]
+    if not rows or config.on_failure == "score":
         return
-    rows = sorted(failures)
     batch.batch["response_mask"][rows] = 0
     if "end_reason" in batch:
         reasons = np.array(batch.end_reason, dtype=object)
-        reasons[rows] = [f"reward_{failures[row].outcome}" for row in rows]
+        reasons[rows] = [f"reward_{outcomes[row]}" for row in rows]
         batch.non_tensor_batch["end_reason"] = reasons
 
 
@@ -269,114 +371,3 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
             reducers, column = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}, np.array(values, float)
             metrics |= {f"reward/{name}/{kind}": float(reduce(column)) for kind, reduce in reducers.items()}
     return metrics
-
-
-# What a reward returns
-
-
-def validate_result(
-    result: Any, manager: Callable, shape: tuple[int, int], config: ScoringConfig
-) -> tuple[Tensor, Columns, Failures]:
-    """Checks what a manager returned: scores [B] or [B, R], with `shape` (B, R); extra columns [B]; and the rows that
-    have no score: 0, or, of [B], reward.failure_score. Raises as `compute_reward`.
-    """
-    name = reward_name(manager)
-    scores, extra, failures = parse_scores(result, shape, name)
-    if failures:
-        check_failures(failures, shape[0], config, name)
-        if config.on_failure == "score" and scores.ndim == 1:
-            scores[sorted(failures)] = config.failure_score
-    return scores, extra, failures
-
-
-def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: str) -> None:
-    """Warns of responses that the reward called `name` could not score, with the most frequent cause; raises
-    RuntimeError if they are more than reward.max_failed_fraction of `rows`."""
-    [(problem, times)] = Counter(failure.reason for failure in failures.values()).most_common(1)
-    kinds = Counter(failure.outcome for failure in failures.values())
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    example = next(failure for failure in failures.values() if failure.reason == problem)
-    cause = f"the reward {name} {'raised' if example.trace else 'failed:'} {problem}"
-    summary = f"{len(failures)} of {rows} responses could not be scored ({counts})"
-    if len(failures) <= config.max_failed_fraction * rows:
-        becomes = "left out" if config.on_failure == "mask" else f"scored {config.failure_score:g}"
-        logger.warning("%s, and are %s: %s, most often (%d times)", summary, becomes, cause, times)
-        return
-    limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g} allows"
-    error = RuntimeError(f"{cause}. {summary}, {limit}; python -m extras.try_reward tries it alone.")
-    if example.trace:
-        error.add_note(f"in the process of the reward function:\n{example.trace}")
-    raise error
-
-
-def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, Columns, Failures]:
-    """Reads numbers, dicts or a tensor as float32 scores ([B] or [B, R], with `shape` (B, R)), the dicts' columns, and
-    the rows that have no score: their scores and numbers are 0, and all else None.
-
-    A row that the reward called `name` could not score has none, nor has one with anything but a finite number, or
-    with a dict of other keys than most. A number beside dicts is a score without further values: None in their columns.
-    Raises ValueError if the whole has a wrong number, type or shape.
-    """
-    rows, extra, failures = shape[0], {}, {}
-    if isinstance(result, dict) and "reward_tensor" in result:  # verl's managers
-        info = result.get("reward_extra_info") or {}
-        if bad := {key: len(values) for key, values in info.items() if len(values) != rows}:
-            raise ValueError(f"the reward {name} returned reward_extra_info of the lengths {bad} for {rows} responses.")
-        result, extra = result["reward_tensor"], {key: object_array(list(values)) for key, values in info.items()}
-    allowed = f"it must return [{rows}] numbers, one per response, or {list(shape)}, one per response token"
-    if isinstance(result, np.ndarray | Tensor) and result.ndim == 1:
-        result = result.tolist()
-    if isinstance(result, list | tuple):
-        if len(result) != rows:
-            raise ValueError(f"the reward {name} returned {len(result)} scores for {rows} responses: {allowed}.")
-        scores, columns, failures = split_results(result)
-        return scores, extra | columns, failures
-    if not isinstance(result, np.ndarray | Tensor):
-        raise ValueError(f"the reward {name} returned {reprlib.repr(result)}: {allowed}, as a list or a tensor.")
-    if tuple(result.shape) != tuple(shape):
-        raise ValueError(f"the reward {name} returned scores of shape {list(result.shape)}: {allowed}.")
-    scores = torch.as_tensor(result).detach().float().cpu().clone()
-    is_invalid = ~(scores.abs() < TOO_LARGE)  # NaN is not below anything
-    for row in is_invalid.any(1).nonzero()[:, 0].tolist():
-        failures[row] = why_no_score(scores[row][is_invalid[row]][0].item(), frozenset())
-        scores[row] = 0
-    return scores, extra, failures
-
-
-def split_results(results: Sequence[Any]) -> tuple[Tensor, Columns, Failures]:
-    """Splits the results of B responses into scores [B], a column for every other key of their dicts, and the rows
-    whose result is no score."""
-    dicts = [result if isinstance(result, dict) else {"score": result} for result in results]
-    kinds = Counter(frozenset(result) for result in results if isinstance(result, dict) and "score" in result)
-    [(keys, _)] = kinds.most_common(1) or [(frozenset(["score"]), 0)]
-    scores, failures, example = torch.tensor([as_number(entry.get("score")) for entry in dicts]), {}, {}
-    for row, result in enumerate(results):
-        if scores[row].isnan() or (isinstance(result, dict) and set(result) != keys):
-            failures[row] = why_no_score(result, keys)
-        elif set(dicts[row]) == keys:
-            example = example or dicts[row]
-    scores[[*failures]] = 0
-    filler = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in example.items()}
-    dicts = [filler if row in failures else entry for row, entry in enumerate(dicts)]
-    columns = {key: object_array([entry.get(key) for entry in dicts]) for key in filler if key != "score"}
-    return scores, columns, failures
-
-
-def why_no_score(result: Any, keys: frozenset[str]) -> NotScored:
-    """Says why `result` is no score, where most dicts of the batch have `keys`."""
-    if isinstance(result, NotScored):
-        return result
-    if isinstance(result, dict) and set(result) != keys:
-        rule = f"most dicts have {sorted(map(str, keys))}" if "score" in result else "a dict needs 'score'"
-        return NotScored("error", f"it returned a dict of {sorted(map(str, result))}: {rule}")
-    score = result["score"] if isinstance(result, dict) else result
-    is_number = isinstance(score, numbers.Real)
-    rule = f"finite number below {TOO_LARGE:g}" if is_number else "number, or a dict with it as 'score'"
-    return NotScored("error", f"it returned {reprlib.repr(score)}: a score is a {rule}")
-
-
-def as_number(score: Any) -> float:
-    """Returns a number of any type as a float; NaN for anything else, and for one that is too large."""
-    if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
-        score = score.item()
-    return float(score) if isinstance(score, numbers.Real | np.bool_) and abs(score) < TOO_LARGE else math.nan

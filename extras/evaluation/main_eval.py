@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean, stdev
 
 from rich.console import Console
@@ -33,7 +34,7 @@ from data.files import replacing
 from data.rows import Origin, read_rows, with_labels
 from data.types import Row
 from training.metric_utils import calc_maj_val, subset_sizes
-from training.reward import RewardManager, RewardRun, call_manager, validate_result, view_of_rows
+from training.reward import RewardManager, RewardRun, Scored, compute_reward, view_of_rows
 from training.tracking import short_number
 
 Figures = dict[str, float]  # by name; NAME/stderr beside a mean over several prompts
@@ -88,16 +89,17 @@ def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> 
     """
     flat = [(row, response) for row in rows for response in row["responses"]]
     view = view_of_rows(*zip(*flat, strict=True), validate=True)
-    scores, extra, failures = validate_result(call_manager(reward, view), reward, (len(flat), 1), config)
-    scores, answers = scores.flatten().tolist(), extra.get("pred")
-    left_out = failures if config.on_failure == "mask" else {}
-    graded, end = [], 0
+    results = compute_reward(view, reward, config)
+    if config.on_failure == "score":
+        failed = Scored(config.failure_score, {})
+        results = [result if isinstance(result, Scored) else failed for result in results]
+    has_answers = any("pred" in result.extra for result in results if isinstance(result, Scored))
+    graded, remaining = [], iter(results)
     for row in rows:
-        start, end = end, end + len(row["responses"])
-        places = [place for place in range(start, end) if place not in left_out]
-        read = None if answers is None else [str(answers[place]) for place in places]
-        if places:
-            graded.append(Graded(row["data_source"], [scores[place] for place in places], read))
+        scored = [result for result in islice(remaining, len(row["responses"])) if isinstance(result, Scored)]
+        answers = [str(result.extra.get("pred")) for result in scored] if has_answers else None
+        if scored:
+            graded.append(Graded(row["data_source"], [float(result.score) for result in scored], answers))
     return graded
 
 

@@ -7,10 +7,11 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from configs.schema import Config, PretrainedModelConfig
 from data.chat import Prompt, as_text, encode_pieces, render
+from data.padding import last_token
 from data.pretrained import check_has_head, load_model_config, load_tokenizer
 from data.protocol import DataProto, object_array
 from data.types import Metrics, Stage
-from training.reward import place_scores, reward_of
+from training.reward import reward_of
 
 RM_KEY = "reward.reward_model.model"
 
@@ -69,7 +70,7 @@ def add_model_scores(batch: DataProto, model: Any, function_weight: float, is_al
     extra = {"rm_score": scores} | ({} if is_alone else {"function_score": beside.sum(1)})
     batch.non_tensor_batch.update({name: object_array(values.tolist()) for name, values in extra.items()})
     batch.meta_info["reward_extra_keys"] = sorted([*batch.meta_info["reward_extra_keys"], *extra])
-    placed = place_scores(scores, batch.batch["response_mask"], "reward model")
+    placed = last_token(batch.batch["response_mask"]) * scores[:, None]
     batch.batch["token_level_scores"] = placed + function_weight * beside
 
 

@@ -30,7 +30,7 @@ from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.protocol import DataProto
 from data.rows import read_rows, with_labels
 from data.types import NotScored, Row
-from training.reward import RewardRun, call_manager, validate_result, view_of_rows
+from training.reward import RewardRun, Scored, call_manager, read_results, view_of_rows
 from training.reward_function import FunctionReward, load_function
 
 NAMES = ("compute_score", "compute_reward")  # looked for without --name
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         config = ScoringConfig(timeout=arguments.timeout, max_failed_fraction=1.0)
         reward = load_reward(arguments.reward, arguments.name, config)
         rows = read_views(arguments.data, needs_response=not arguments.audit)
-        score = partial(score_rows, reward=reward, config=config)
+        score = partial(score_rows, reward=reward)
         findings, outcomes = (audit(rows, score, arguments.form), []) if arguments.audit else ([], score(rows))
     if arguments.audit:
         wrong = sum(bool(finding.warning) for finding in findings)
@@ -133,41 +133,37 @@ def read_views(data: str, needs_response: bool) -> list[Row]:
     return [view[place].non_tensor_batch for place in range(len(view))]
 
 
-def score_rows(rows: list[Row], reward: FunctionReward, config: ScoringConfig) -> list[Outcome]:
+def score_rows(rows: list[Row], reward: FunctionReward) -> list[Outcome]:
     """Scores rows of `read_views` as training does; one after another if the function takes one response and not its
-    group, else at once.
-
-    Some results are only bad together: a dict with other keys than most.
-    """
+    group, else at once."""
     view = DataProto.from_single_dict({name: [row[name] for row in rows] for name in rows[0]})
-    if not reward.form.takes_one_response or "group" in reward.form.argument_names:
-        return score_part(view, reward, config)[1]
-    parts = [score_part(view[row : row + 1], reward, config) for row in range(len(view))]
-    _, _, failures = validate_result([result for [result], _ in parts], reward, (len(view), 1), config)
-    outcomes = [outcome for _, [outcome] in parts]
-    for row, failure in failures.items():
-        outcomes[row] = Outcome(failure.outcome, reason=failure.reason, seconds=outcomes[row].seconds)
-    return outcomes
-
-
-def score_part(view: DataProto, reward: FunctionReward, config: ScoringConfig) -> tuple[Any, list[Outcome]]:
-    """Scores the rows of a view in one call; returns what `reward` returned, and an outcome for each row."""
-    began, count = time.perf_counter(), len(view)
+    one_by_one = reward.form.takes_one_response and "group" not in reward.form.argument_names
+    parts = [view[row : row + 1] for row in range(len(view))] if one_by_one else [view]
+    calls = [timed_call(part, reward) for part in parts]
+    returned = [result for [result], _ in calls] if one_by_one else calls[0][0]
+    width = returned.shape[1] if isinstance(returned, torch.Tensor) and returned.ndim == 2 else 1
     try:
-        results = call_manager(reward, view)
-        width = results.shape[1] if isinstance(results, torch.Tensor) and results.ndim == 2 else 1
-        scores, extra, failures = validate_result(results, reward, (count, width), config)
-    except (RuntimeError, ValueError) as error:
-        results = [NotScored("error", str(error))] * count
-        scores, extra, failures = torch.zeros(count), {}, dict(enumerate(results))
-    seconds = (time.perf_counter() - began) / count
-    outcomes = [
-        Outcome("ok", score, {name: values[row] for name, values in extra.items()}, seconds=seconds)
-        for row, score in enumerate(scores.view(count, -1).sum(1).tolist())
-    ]
-    for row, failure in failures.items():
-        outcomes[row] = Outcome(failure.outcome, reason=failure.reason, seconds=seconds)
-    return results, outcomes
+        results = read_results(returned, (len(view), width), reward.title)
+    except ValueError as error:
+        results = [NotScored("error", str(error))] * len(view)
+    seconds = [seconds for _, seconds in calls] * (len(view) // len(calls))
+    return [outcome_of(result, taken) for result, taken in zip(results, seconds, strict=True)]
+
+
+def timed_call(view: DataProto, reward: FunctionReward) -> tuple[Any, float]:
+    """Returns what `reward` returns for a view, NotScored for each row if it raises, and the seconds for each."""
+    began = time.perf_counter()
+    try:
+        returned = call_manager(reward, view)
+    except RuntimeError as error:
+        returned = [NotScored("error", str(error))] * len(view)
+    return returned, (time.perf_counter() - began) / len(view)
+
+
+def outcome_of(result: Scored | NotScored, seconds: float) -> Outcome:
+    if isinstance(result, NotScored):
+        return Outcome(result.outcome, reason=result.reason, seconds=seconds)
+    return Outcome("ok", float(torch.as_tensor(result.score).sum()), result.extra, seconds=seconds)
 
 
 def first_of(row: Row, *columns: str) -> Any:

@@ -29,7 +29,7 @@ from data.concurrency import run_all
 from data.padding import last_token
 from data.protocol import DataProto
 from data.types import NotScored
-from training.reward import parse_scores
+from training.reward import extra_columns, place_scores, read_results
 from training.reward_function import FunctionReward
 
 REWARD_MANAGER_REGISTRY: dict[str, type] = {}
@@ -92,10 +92,10 @@ class NaiveRewardManager(AbstractRewardManager):
         return FunctionReward(self.compute_score, self.tokenizer)(data)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        mask, results = data.batch["response_mask"], self.verify(data)
-        scores, extra, _ = parse_scores(results, tuple(mask.shape), type(self).__name__)
-        placed = torch.where(last_token(mask) == 1, scores[:, None], 0.0) if scores.ndim == 1 else scores
-        return {"reward_tensor": placed, "reward_extra_info": extra} if return_dict else placed
+        mask, name = data.batch["response_mask"], type(self).__name__
+        results = read_results(self.verify(data), mask.shape, name)
+        placed = place_scores(results, mask, name)
+        return {"reward_tensor": placed, "reward_extra_info": extra_columns(results)} if return_dict else placed
 
 
 class RewardManagerBase(ABC):

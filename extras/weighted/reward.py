@@ -1,8 +1,8 @@
 """Scores by several functions, as the weighted sum that `reward.functions` says."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from configs.schema import ScoringConfig
 from data.protocol import DataProto
 from data.rows import RUN_COLUMNS
 from data.types import NotScored, Row
-from training.reward import RewardRun, parse_scores
+from training.reward import RewardRun, Scored, read_results
 from training.reward_function import FunctionReward, load_function
 
 # What the log and the records of samples call the scores of a run and the texts beside them.
@@ -45,6 +45,18 @@ class Part:
 
         return spread
 
+    def read(self, returned: Any, rows: int) -> list[Row | NotScored]:
+        """Reads what the function returned for `rows` responses: each's values under their names in the log."""
+        name = f"{self.label} of reward.functions, {callable_name(self.function.function)}"
+        if isinstance(returned, list | tuple):
+            returned = [NOT_MINE if score is None else score for score in returned]
+        return [
+            {self.label: result.score} | {f"{self.label}/{key}": value for key, value in result.extra.items()}
+            if isinstance(result, Scored)
+            else result
+            for result in read_results(returned, (rows, 1), name)
+        ]
+
 
 class WeightedReward:
     """A reward manager whose score is the weighted sum of what several functions return for a response.
@@ -72,27 +84,19 @@ class WeightedReward:
 
     def combine(self, results: list[Any], rows: int) -> list[Any]:
         """Joins the functions' results into a dict for each response, or NotScored if one could not score it."""
-        combined: list[Any] = [{"score": 0.0} for _ in range(rows)]
-        failed: dict[int, NotScored] = {}
-        scored: set[int] = set()
+        read = [part.read(result, rows) for part, result in zip(self.parts, results, strict=True)]
+        values = [value for of_part in read for value in of_part if isinstance(value, dict)]
+        names = [*(part.label for part in self.parts), *(name for value in values for name in value)]
+        return [self._sum(row, dict.fromkeys(names)) for row in zip(*read, strict=True)]
+
+    def _sum(self, results: Sequence[Row | NotScored], empty: Row) -> Row | NotScored:
+        combined = {"score": 0.0, **empty}
         for part, result in zip(self.parts, results, strict=True):
-            name = f"{part.label} of reward.functions, {callable_name(part.function.function)}"
-            if isinstance(result, list | tuple):
-                result = [NOT_MINE if score is None else score for score in result]
-            scores, columns, failures = parse_scores(result, (rows, 1), name)
-            values = {part.label: scores.flatten().tolist()} | {f"{part.label}/{key}": columns[key] for key in columns}
-            for row in range(rows):
-                if (failure := failures.get(row)) is NOT_MINE:
-                    combined[row] |= dict.fromkeys(values)
-                    continue
-                scored.add(row)
-                combined[row]["score"] += part.weight * values[part.label][row]
-                combined[row] |= {key: column[row] for key, column in values.items()}
-                if failure:
-                    located = NotScored(failure.outcome, f"{failure.reason}, in {part.label}", failure.trace)
-                    failed.setdefault(row, located)
-        failed |= dict.fromkeys(set(range(rows)) - scored, NO_PART)
-        return [failed.get(row, result) for row, result in enumerate(combined)]
+            if isinstance(result, dict):
+                combined |= result | {"score": combined["score"] + part.weight * result[part.label]}
+            elif result is not NOT_MINE:
+                return replace(result, reason=f"{result.reason}, in {part.label}")
+        return NO_PART if all(result is NOT_MINE for result in results) else combined
 
 
 def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Part]:

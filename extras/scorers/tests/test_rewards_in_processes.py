@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from configs.errors import ConfigError
-from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig
+from configs.schema import RewardConfig, RewardFunctionConfig
 from data.protocol import DataProto
 from extras.scorers.pool import AsyncTokenBucket, Scorers
 from extras.weighted.tests import test_weighted as weighted
 from extras.weighted.tests.test_weighted import functions
 from tests import test_reward as here
 from tests.test_reward import TOKENIZER, rollout
-from training.reward import compute_reward, load_reward_manager
+from training.reward import add_scores, load_reward_manager
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_a_reward_that_raises_in_a_process_is_located_in_the_users_file(tmp_path
     reward = here.load(tmp_path, text.replace("def ", "async def ") if asynchronous else text, "compute_score")
     message = rf"compute_score \({tmp_path}/my_reward.py\) raised JSONDecodeError: .*\(at {tmp_path}/my_reward.py:3\)"
     with pytest.raises(RuntimeError, match=message) as caught:
-        compute_reward(rollout("a"), reward, TOKENIZER, ScoringConfig())
+        add_scores(rollout("a"), reward, TOKENIZER)
     assert "JSONDecodeError" in caught.value.__notes__[0]
 
 
@@ -67,7 +67,7 @@ def test_a_row_that_one_of_them_cannot_score_is_not_scored_and_the_message_names
     reward = load_reward_manager(config, TOKENIZER, None)
     message = rf"reward.functions \(brevity, broken\) raised KeyError: 'lost' \(at {tmp_path}/parts.py:7\), in broken"
     with pytest.raises(RuntimeError, match=message):
-        compute_reward(rollout("a", "b"), reward, TOKENIZER, config)
+        add_scores(rollout("a", "b"), reward, TOKENIZER, config)
 
 
 def test_calls_in_this_process_are_not_counted_by_the_minute():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import MultiTurnConfig, ScoringConfig
+from configs.schema import MultiTurnConfig
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.files import dump_jsonl
@@ -138,7 +138,7 @@ def test_rows_with_tools_are_played_by_the_loop_and_scored_by_the_reward_functio
     dump_jsonl(file, sample_rows(batch, tokenizer, step=1))
     [view] = read_views(file, needs_response=True)
     assert view["responses"] == f"calc({expression})\n{product}" and view["extra_info"].items() >= facts.items()
-    assert score_rows([view], FunctionReward(compute_score), ScoringConfig())[0].score == 1, "a dump is scored again"
+    assert score_rows([view], FunctionReward(compute_score))[0].score == 1, "a dump is scored again"
 
 
 def test_questions_of_the_calculator_task_are_not_shared_and_few_demonstrations_call():

@@ -82,7 +82,7 @@ def in_lists(solution_strs, ground_truths):
 
 
 def warned(reward: Callable, data: list[dict] | None = None) -> dict[str, Finding]:
-    findings = audit(data or rows(), partial(score_rows, reward=FunctionReward(reward), config=ROOMY))
+    findings = audit(data or rows(), partial(score_rows, reward=FunctionReward(reward)))
     return {finding.answer: finding for finding in findings if finding.warning}
 
 
@@ -116,7 +116,7 @@ def test_a_form_of_the_users_own_is_taken_from_the_responses_or_from_form(given:
     if given == "by the responses":
         data[2]["responses"] = "so the answer is 16"
         data[3]["responses"] = "no idea"
-    score = partial(score_rows, reward=FunctionReward(anchored), config=ROOMY)
+    score = partial(score_rows, reward=FunctionReward(anchored))
     found = audit(data, score, "answer is {}" if given == "by --form" else None)
     findings = {finding.answer: finding for finding in found}
     warnings = [answer for answer, finding in findings.items() if finding.warning]
@@ -145,7 +145,7 @@ def test_a_constant_that_is_right_for_a_row_is_not_held_against_it():
 )
 def test_a_result_is_judged_as_in_training(write: Callable[[str, str], str], result: str, outcome: Outcome | str):
     path = write("returns.py", f"def f(response): return {result}")
-    [found] = score_rows([{"responses": ""}], load_reward(path, "f", ROOMY), ROOMY)
+    [found] = score_rows([{"responses": ""}], load_reward(path, "f", ROOMY))
     if isinstance(outcome, str):
         assert found.status == "error" and found.reason.startswith(outcome), found.reason
     else:
@@ -173,7 +173,7 @@ HOSTILE = """
 def test_a_response_that_cannot_be_scored_costs_no_other(write: Callable[[str, str], str]):
     data = [{"responses": said, "ground_truths": "", "prompts": ""} for said in ("a", "hang", "die", "raise", "b")]
     config = replace(ROOMY, timeout=3.0)
-    outcomes = score_rows(data, load_reward(write("hostile.py", HOSTILE), "hostile", config), config)
+    outcomes = score_rows(data, load_reward(write("hostile.py", HOSTILE), "hostile", config))
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "error", "error", "ok"]
     assert outcomes[1].reason == "it was not done after reward.timeout=3 seconds"
     assert outcomes[2].reason == "its process ended with exit code 3" and "SystemExit: gone" in outcomes[3].reason

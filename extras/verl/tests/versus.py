@@ -31,7 +31,6 @@ from configs.schema import (
     OverlongBufferConfig,
     PolicyLossConfig,
     RewardKwargsConfig,
-    ScoringConfig,
 )
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
@@ -42,7 +41,7 @@ from extras.rules.tests import reward_cases
 from extras.verl.imports import names_of_verl
 from training.advantage import overlong_in_reward
 from training.core_algos import get_adv_estimator_fn, get_policy_loss_fn
-from training.reward import compute_reward
+from training.reward import add_scores
 from training.reward_function import FunctionReward
 from workers.engine import scheduled_multiplier
 
@@ -686,7 +685,9 @@ def managed_here(name: str) -> Callable:
 
     def scores(batch: DataProto, function: Callable) -> dict[str, Any]:
         reward = FunctionReward(scores_of_all if name == "manager.batch" else function, TOKENIZER)
-        placed, columns, _ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
+        scored = add_scores(batch.clone(), reward, TOKENIZER)
+        placed = scored.token_level_scores
+        columns = {key: scored.non_tensor_batch[key] for key in scored.meta_info["reward_extra_keys"]}
         if name.endswith("dapo"):
             settings = RewardKwargsConfig(placed.shape[1], OverlongBufferConfig(**BUFFER))
             placed = placed + overlong_in_reward(batch, settings)[0]
