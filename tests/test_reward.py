@@ -155,8 +155,8 @@ def test_a_function_of_lists_is_called_once_with_what_it_names():
         {"solution_strs": ["r", "s"]} | verl,
     ]
     assert FunctionReward(lambda data, responses=None: len(data))(data) == 2  # of a DataProto, whatever else it names
-    assert FunctionReward(lambda solution_strs, ground_truths: []).form.needs_ground_truth
-    assert not FunctionReward(lambda solution_strs, ground_truths=None: []).form.needs_ground_truth
+    assert FunctionReward(lambda solution_strs, ground_truths: []).needed == {"ground_truths"}
+    assert not FunctionReward(lambda solution_strs, ground_truths=None: []).needed
 
 
 TRLS = """
@@ -195,7 +195,7 @@ def test_trls_functions_are_given_texts_for_texts_messages_for_messages_and_all_
     assert scores("accuracy_reward") == [("ok", 0.0), ("ok", 1.0)]
     del batch.non_tensor_batch["__messages__"]
     assert scores("accuracy_reward") == [("ok", 1.0), ("ok", 0.0)]
-    assert FunctionReward(lambda completions, ground_truth: []).form.needs_ground_truth
+    assert FunctionReward(lambda completions, ground_truth: []).needed == {"ground_truth"}
 
 
 def test_async_rewards_run_side_by_side_no_more_than_so_many_at_once_even_inside_a_running_loop():
@@ -213,7 +213,8 @@ def test_async_rewards_run_side_by_side_no_more_than_so_many_at_once_even_inside
         return FunctionReward(compute_score)(answers)
 
     answers = DataProto.from_single_dict({"responses": [str(row) for row in range(50)]})
-    assert FunctionReward(compute_score, max_concurrent=7)(answers) == [float(row) for row in range(50)]
+    limits = ScoringConfig(max_concurrent=7)
+    assert FunctionReward(compute_score, config=limits)(answers) == [float(row) for row in range(50)]
     assert max(most) == 7
     most.clear()
     assert asyncio.run(notebook()) == [float(row) for row in range(50)]
@@ -235,7 +236,8 @@ def test_an_async_reward_that_takes_too_long_ends_the_run_and_names_row_and_key(
     answers = rollout("one", "stuck", "two", width=5)
     message = r"raised TimeoutError: the call for response 1 was not done after reward.timeout=0.2 seconds: raise it"
     with pytest.raises(RuntimeError, match=message):
-        add_scores(answers, FunctionReward(compute_score, max_concurrent=1, timeout=0.2), TOKENIZER)
+        limits = ScoringConfig(max_concurrent=1, timeout=0.2)
+        add_scores(answers, FunctionReward(compute_score, config=limits), TOKENIZER)
     assert cancelled == ["stuck"]
 
 
@@ -256,7 +258,7 @@ def test_the_first_failure_ends_all_calls_begun_and_waiting():
 
     answers = DataProto.from_single_dict({"responses": [str(row) for row in range(5)]})
     with pytest.raises(ValueError, match="no score"):
-        FunctionReward(compute_score, max_concurrent=2)(answers)
+        FunctionReward(compute_score, config=ScoringConfig(max_concurrent=2))(answers)
     gc.collect()
     assert begun[:2] == ["0", "1"] and sorted(cancelled) == begun[1:]
 
@@ -325,12 +327,10 @@ def test_a_function_names_columns_of_the_data_and_facts_of_the_rollout(tmp_path,
     assert scored.said.tolist() == (["a", "b", "c"] if name == "one" else ["a"] * 3)
 
 
-def test_a_column_that_a_function_needs_and_the_data_lacks_is_named_before_the_first_step_and_at_a_call(tmp_path):
+def test_a_column_that_a_function_needs_and_the_data_lacks_is_named_before_the_first_step(tmp_path):
     reward = load(tmp_path, COLUMNS, "needy")
-    with pytest.raises(ConfigError, match=r"needy .* needs colour, .* its columns are level, prompt"):
+    with pytest.raises(ConfigError, match=r"needy .* needs colour, and none of 1 rows .* they have level, prompt"):
         reward.check({0: {"level": 1, "prompt": "x"}})
-    with pytest.raises(ValueError, match=r"there is no column 'colour'\. It may name data_source"):
-        reward(DataProto.from_single_dict({"responses": ["4"], "prompts": ["x"], "level": [1]}))
 
 
 def test_the_score_lands_on_the_last_token_of_the_policy_and_nowhere_in_failed_rows():
@@ -522,7 +522,7 @@ def test_a_reward_sees_texts_as_attributes_and_the_batchs_tensors_below_batch():
 )
 def test_a_signature_says_whether_there_must_be_a_ground_truth(tmp_path, signature, reward_kwargs, needs):
     reward = load(tmp_path, f"def compute_score({signature}):\n    return 0.0\n", "compute_score", **reward_kwargs)
-    assert reward.form.needs_ground_truth == needs
+    assert ("ground_truth" in reward.needed) == needs
 
 
 # Rows that could not be scored

@@ -102,7 +102,7 @@ class Scorers:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.lock = threading.Lock()
 
-    def begin(self, calls: list[dict[str, Any]], rows: int) -> Callable[[], list[Any]]:
+    def __call__(self, calls: list[dict[str, Any]], rows: int) -> Callable[[], list[Any]]:
         """Submits calls of so many rows each; returns a function that waits for the results."""
         return partial(results_of, [self.submit(call, rows) for call in calls])
 

@@ -137,7 +137,7 @@ def score_rows(rows: list[Row], reward: FunctionReward) -> list[Outcome]:
     """Scores rows of `read_views` as training does; one after another if the function takes one response and not its
     group, else at once."""
     view = DataProto.from_single_dict({name: [row[name] for row in rows] for name in rows[0]})
-    one_by_one = reward.form.takes_one_response and "group" not in reward.form.argument_names
+    one_by_one = reward.takes_one_response and "group" not in reward.names
     parts = [view[row : row + 1] for row in range(len(view))] if one_by_one else [view]
     calls = [timed_call(part, reward) for part in parts]
     returned = [result for [result], _ in calls] if one_by_one else calls[0][0]

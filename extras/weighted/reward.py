@@ -110,7 +110,7 @@ def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None)
             function = load_function(entry, config, tokenizer, key)
         except (ValueError, ImportError, AttributeError, OSError, RuntimeError) as error:
             raise ConfigError(f"{key}: {error}") from error
-        if not function.form.columns:
+        if not function.columns:
             raise ConfigError(
                 f"{key}: {entry.name} in {entry.path} takes a DataProto; here a function takes solution_str, or "
                 "solution_strs for all at once."
