@@ -160,7 +160,7 @@ def test_it_is_a_reward_function_whose_rows_without_a_grade_are_not_scored():
         scores = manager(base_url=url)(DataProto.from_single_dict(rows))
     assert [row["score"] for row in scores[:2]] == [0.5, 0.0]
     assert isinstance(scores[2], NotScored) and scores[2].outcome == "error" and "no grade" in scores[2].reason
-    with pytest.raises(ConfigError, match=r"judge .* needs base_url, which the data does not have"):
+    with pytest.raises(ConfigError, match=r"judge .* needs base_url, and none of 1 rows has one"):
         manager(model="a").check({0: {"prompt": "1+1"}})
 
 
