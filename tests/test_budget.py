@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_140,
+    "core lines": 17_070,
     "core files": 82,
-    "product lines": 40_890,
+    "product lines": 40_820,
     "scripts and benchmarks": 3_770,
     "names in training/": 19,
     "names in workers/": 24,
