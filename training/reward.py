@@ -324,8 +324,9 @@ def extra_columns(results: Sequence[Result]) -> Columns:
     """Makes a column, [B] objects, of each further value; a row without a score has 0 for numbers, and a row that does
     not have it None."""
     empty: Row = {}
-    for scored in filter(lambda result: isinstance(result, Scored), results):
-        empty = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in scored.extra.items()} | empty
+    for result in results:
+        for key, value in result.extra.items() if isinstance(result, Scored) else ():
+            empty.setdefault(key, 0.0 if isinstance(value, numbers.Real) else None)
     rows = [result.extra if isinstance(result, Scored) else empty for result in results]
     return {key: object_array([row.get(key) for row in rows]) for key in empty}
 
