@@ -44,7 +44,8 @@ def source_files(source: str | Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.suffix in DATA_ENDINGS and is_shown(file.relative_to(path))]
+        files = [file for file in path.rglob("*") if file.suffix in DATA_ENDINGS]
+        files = [file for file in files if not re.search(r"(^|/)[._]", str(file.relative_to(path)))]  # hidden ones
         splits = [split for split in SPLITS if any(split_of(file.relative_to(path)) == split for file in files)]
         if len(splits) > 1:
             example = next(file for file in sorted(files) if split_of(file.relative_to(path)) == splits[0])
@@ -68,7 +69,3 @@ def split_of(path: Path) -> str | None:
             if any(re.fullmatch(names, word) for word in words):
                 return split
     return None
-
-
-def is_shown(path: Path) -> bool:
-    return not any(part.startswith((".", "_")) for part in path.parts)

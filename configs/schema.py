@@ -113,6 +113,7 @@ class EnvConfig(section("gym"), InOneProcess):
 
 @dataclass
 class PretrainedModelConfig(Frozen):
+    shaped_by: ClassVar[tuple[str, ...]] = ()  # settings, beside the path, that decide which weights a checkpoint holds
     path: str | None = setting(None, "Hugging Face model directory (or hub name, if the hub is reachable).")
     tokenizer_path: str | None = setting(None, "Tokenizer directory; null: the model's.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model or tokenizer.")

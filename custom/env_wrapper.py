@@ -149,7 +149,7 @@ def make_env(
         if random_map is None or {"desc", "map_name"} & env_kwargs.keys():
             known = ", ".join(name for name, entry in ENVIRONMENTS.items() if "random_map" in entry)
             raise ValueError(
-                f"random_maps=True works for {known}, without desc or map_name; got {env_id}, {env_kwargs}"
+                f"random_maps=True works for {known}, without desc or map_name: {env_id} takes --config-name multiturn."
             )
         entry["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
     environment = TextEnv(env_id, **entry, env_kwargs=env_kwargs, seed=seed, timeout=timeout)

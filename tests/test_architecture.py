@@ -135,14 +135,6 @@ QUARANTINE = {
 }
 
 
-def is_quarantined(file: str, name: str) -> bool:
-    return file not in QUARANTINE.get(name.split(".")[0], [file])
-
-
-def is_users(file: str, name: str) -> bool:
-    return name.split(".")[0] == "custom" and not file.startswith("custom/")
-
-
 PATCHING = re.compile(r"register_\w*hook|AttentionInterface|AttentionMaskInterface")
 
 
@@ -245,8 +237,14 @@ FENCES = {
         "configs < data < training < workers < main.py; the core and users' files in custom/ import no extra.", is_above
     ),
     "pairs": no_import("An extra imports no other, but for the pairs that the table names.", is_no_pair),
-    "quarantine": no_import("Ray is known to two files, vLLM to three, SGLang to one.", is_quarantined),
-    "custom": no_import("The user's files are found by path from the config, never imported.", is_users),
+    "quarantine": no_import(
+        "Ray is known to two files, vLLM to three, SGLang to one.",
+        lambda file, name: file not in QUARANTINE.get(name.split(".")[0], [file]),
+    ),
+    "custom": no_import(
+        "The user's files are found by path from the config, never imported.",
+        lambda file, name: name.split(".")[0] == "custom" and not file.startswith("custom/"),
+    ),
     "patches": unwanted(
         "Classes are exchanged, hooks set and attention registered inside extras/kernels/.", is_patch, "extras/kernels/"
     ),

@@ -27,14 +27,6 @@ def mountain_car_text(env: Any, observation: Any) -> str:
     return f"at {observation[0]:.3f} speed {observation[1]:.4f}"
 
 
-def left_or_right(text: str) -> int | None:
-    return {"L": 0, "R": 1}.get(text)
-
-
-def left_none_right(text: str) -> int | None:
-    return {"L": 0, "-": 1, "R": 2}.get(text)
-
-
 def balance(shown: str) -> str:
     _, angle, _, turning = shown.split()
     return "R" if float(angle) + float(turning) > 0 else "L"
@@ -49,8 +41,8 @@ def always_right(shown: str) -> str:
 
 
 TEXTS = {
-    "CartPole-v1": {"observation_to_text": cart_pole_text, "text_to_action": left_or_right},
-    "MountainCar-v0": {"observation_to_text": mountain_car_text, "text_to_action": left_none_right},
+    "CartPole-v1": {"observation_to_text": cart_pole_text, "text_to_action": {"L": 0, "R": 1}.get},
+    "MountainCar-v0": {"observation_to_text": mountain_car_text, "text_to_action": {"L": 0, "-": 1, "R": 2}.get},
 }
 PLAYERS = [
     ("CartPole-v1", balance),

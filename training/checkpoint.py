@@ -241,8 +241,8 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 
     Raises:
         ValueError: as `find_checkpoint`.
-        ConfigError: it lacks a part; the newest is of another model than the run is to train; or a named one has LoRA's
-            matrices of it.
+        ConfigError: it lacks a part, has other weights in training than the run, or is of another model, which is
+            refused of a named one only with an adapter.
     """
     trainer, key = config.trainer, config.model_key
     folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
@@ -255,15 +255,19 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         )
     saved, current = settings_of(folder / CONFIG_FILE), dict(flatten(with_whole_paths(asdict(config))))
     contents = next((value for name, value in saved.items() if name.endswith("checkpoint.save_contents")), RESUMED)
+    remedy = f"set trainer.resume_mode=disable; to start from its weights, name its huggingface/ as {key} as well."
     if lacking := missing_parts(contents):
         raise ConfigError(
-            f"trainer.resume_mode={trainer.resume_mode}: {folder} was saved without {lacking}, and no run goes on from "
-            f"it. Set trainer.resume_mode=disable; to start from its weights, name its huggingface/ as {key}."
+            f"trainer.resume_mode={trainer.resume_mode}: {folder} was saved without {lacking}, so no run goes on from "
+            f"it: {remedy}"
         )
-    is_named, has_adapter = trainer.resume_mode == "resume_path", config.policy_model.adapter != "none"
-    if is_named and not has_adapter:
-        return folder
-    if key in saved and saved[key] != current[key]:
+    for name in (key.removesuffix("path") + setting for setting in config.policy_model.shaped_by):
+        if (then := saved.get(name, current[name])) != current[name]:
+            raise ConfigError(
+                f"{name}={as_override(current[name])}: {folder} is of {as_override(then)}. Set that again, or {remedy}"
+            )
+    is_named, needs_same_model = trainer.resume_mode == "resume_path", config.policy_model.adapter != "none"
+    if (needs_same_model or not is_named) and saved.get(key, current[key]) != current[key]:
         remedy = (
             f"its {config.policy_model.adapter} matrices need those weights"
             if is_named
@@ -309,9 +313,10 @@ def check_holds_no_code(path: Path) -> None:
         )
 
 
-def unreadable(path: Path, error: Exception) -> ValueError:
+def unreadable(path: Path, error: Exception) -> ConfigError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else "it is cut short"
-    return ValueError(f"checkpoint file {path} cannot be loaded ({type(error).__name__}: {reason}). {START_AFRESH}")
+    problem = f"checkpoint file {path} cannot be loaded ({type(error).__name__}: {reason}). {START_AFRESH}"
+    return ConfigError(problem, "trainer.resume_mode")
 
 
 def config_yaml(config: Config) -> str:

@@ -63,15 +63,10 @@ def compute_policy_loss_gvpo(
     log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
     gaps = config.gvpo_beta * log_ratio.sum(-1) - masked_mean(advantages, response_mask, axis=-1)
     distances = gaps - groups.mean(gaps).detach()  # they sum to 0, so the mean's own gradient does, too
-    counts = compared_rows(groups, response_mask)
+    counts = response_mask.bool().any(-1) & (groups.count > 1)  # rows that did not fail and are not alone
     variances = zero_masked(0.5 * distances**2 / (groups.count - 1).clamp(min=1), counts)
     loss = variances.sum() / zero_masked(1 / groups.count, counts).sum().round().clamp(min=1)
     return loss, masked_means({"actor/ppo_kl": -log_ratio}, response_mask)
-
-
-def compared_rows(groups: Groups, response_mask: Tensor) -> Tensor:
-    """Marks rows that did not fail, and that have another one to be compared with, [B] bool."""
-    return response_mask.bool().any(-1) & (groups.count > 1)
 
 
 def pair_loss(

@@ -25,6 +25,12 @@ class Settings(Frozen):
     def adapter(self) -> str:
         return "lora" if self.lora_rank or self.lora_adapter_path else super().adapter
 
+    @property
+    def shaped_by(self) -> tuple[str, ...]:
+        """Names the settings, beside the path, that decide which weights a checkpoint holds."""
+        layers = ("target_modules", "exclude_modules") if self.lora_rank else ()
+        return () if self.lora_adapter_path else ("lora_adapter_path", "lora_rank", *layers)  # it has its own
+
     def without_adapter(self) -> Any:
         return replace(self, lora_rank=0, lora_adapter_path=None)
 

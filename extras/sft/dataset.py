@@ -337,7 +337,7 @@ class ConversationFormat:
         contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, flag in enumerate(learnt) if flag}
         keys = iter(contents)
         marked = [each | {"content": next(keys)} if flag else each for each, flag in zip(messages, learnt, strict=True)]
-        pieces, whole = (self.shown_text(part, chat, first) for part in (marked, messages))
+        pieces, whole = (chat.render(part, True) if first else chat.increment_text(part) for part in (marked, messages))
         pieces = re.split(f"({'|'.join(contents)})", pieces)
         for written in (contents, {mark: str(content).strip() for mark, content in contents.items()}):  # some trim
             if "".join(str(written.get(piece, piece)) for piece in pieces) == whole:
@@ -354,9 +354,6 @@ class ConversationFormat:
             if place:  # otherwise it ends the answer before, which already has it
                 yield Part(ids[:end], True)
             yield Part(ids[end:], piece in written)
-
-    def shown_text(self, messages: list[Message], chat: ChatFormat, first: bool) -> str:
-        return chat.render(messages, True) if first else chat.increment_text(messages)
 
     def _check_ends(self, parts: list[Part], chat: ChatFormat) -> None:
         """Prints a notice, once, if an answer's end is not learnt."""

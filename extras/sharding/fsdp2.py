@@ -91,7 +91,8 @@ class Sharding(Replicas):
         made = empty()
         prepare(made)
         shard(made, self)
-        materialize(made, self.device)
+        at = self.device  # where room is made for this rank's parts of weights that are nowhere yet
+        made._apply(lambda tensor: torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at))
         fill(made, folder, read)
         return made
 
@@ -294,11 +295,6 @@ def local_shard(tensor: Tensor, target: Tensor | None) -> Tensor:
     part = tensor[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
     part = part.to(target.to_local().device).contiguous()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=target.shape, stride=target.stride())
-
-
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Moves `model` to `device`; of weights that are nowhere yet, room is made there for this rank's parts."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
 
 
 def fill(model: PreTrainedModel, folder: Path, read: Callable[[], nn.Module]) -> None:

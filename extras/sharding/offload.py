@@ -103,7 +103,7 @@ class ChunkedAdamW(torch.optim.AdamW):
                     self._step_weight(weight, group, place)
 
     def _step_weight(self, weight: nn.Parameter, group: dict[str, Any], place: int) -> None:
-        state, home = self.state[weight], self._home(weight)
+        state, home = self.state[weight], torch.device("cpu") if self.in_main_memory else weight.device
         if not state:
             new = {name: torch.zeros_like(weight, dtype=self.dtype, device=home) for name in MOMENTS}
             state.update(step=torch.zeros((), device="cpu"), **new)
@@ -130,9 +130,6 @@ class ChunkedAdamW(torch.optim.AdamW):
                 parts[1].copy_(rounded_at_random(squares, first, int(state["step"]) * PLACES + place))
             first += chunk.numel()
         state["step"] += 1
-
-    def _home(self, weight: nn.Parameter) -> torch.device:
-        return torch.device("cpu") if self.in_main_memory else weight.device
 
     def _fetch(self, *tensors: Tensor) -> list[Tensor]:
         """Copies tensors of the GPU into the buffers, which the next chunk overwrites."""

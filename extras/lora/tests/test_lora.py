@@ -21,6 +21,7 @@ from extras.lora.settings import check_settings
 from extras.server.settings import ServerConfig, check_server
 from tests.batches import ragged_batch
 from tests.runs import compose, learning_metrics, short_run
+from training.checkpoint import CONFIG_FILE, LATEST, checkpoint_to_resume, config_yaml
 from training.model_shards import Shards
 from workers.dp_actor import ReferencePolicy
 from workers.engine import TrainEngine
@@ -78,6 +79,22 @@ def test_a_run_trains_the_adapter_alone_from_no_kl_and_goes_on_after_a_stop(tiny
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder / "lora_adapter")
     ids = torch.arange(12).unsqueeze(0)
     torch.testing.assert_close(plain(ids).logits, merged(ids).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [("lora_rank=4", "lora_rank=8"), ("lora_rank=4", "lora_rank=0"), ("lora_rank=0", "lora_rank=4")]
+    + [("exclude_modules=null", "exclude_modules=[q_proj]"), ("lora_adapter_path=there", "lora_adapter_path=null")],
+)
+def test_a_run_goes_on_with_the_matrices_that_it_has_saved_or_is_refused_by_the_key(tmp_path, then, now):
+    saved, resumed = (compose(*short_run(tmp_path, tmp_path, *LORA, f"{MODEL}.{one}")) for one in (then, now))
+    (tmp_path / LATEST).write_text("1")
+    (tmp_path / "global_step_1").mkdir()
+    (tmp_path / "global_step_1" / CONFIG_FILE).write_text(config_yaml(saved))
+    assert checkpoint_to_resume(saved)
+    with pytest.raises(ConfigError, match=r"trainer\.resume_mode=disable") as refused:
+        checkpoint_to_resume(resumed)
+    assert refused.value.key == f"{MODEL}.{now.partition('=')[0]}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -53,17 +53,13 @@ def test_a_prompt_that_outgrows_the_limit_ends_the_episode_or_is_cut_or_refused_
 
 def lengths_of_prompts(folder: Path, *overrides: str) -> list[tuple[list[int], str]]:
     """(characters of each prompt, end reason) of the episodes of a lake whose text grows from 10 to 25 characters."""
-    text = {"observation_to_text": growing_text}
+    text = {"observation_to_text": lambda env, cell: "x" * (10 + cell)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ENVIRONMENTS, "FrozenLake-v1", {**ENVIRONMENTS["FrozenLake-v1"], **text})
         settings = ("env.val_episodes=1", "data.max_prompt_length=17")
         right_or_down = lambda text, times: "R" if times % 2 else "D"  # noqa: E731
         [episode] = rollouts(on_episodes(folder, right_or_down, *settings, *overrides, dataset_class=Unmeasured))
     return [len(turn["prompt"]) for turn in episode["turns"]], episode["end_reason"]
-
-
-def growing_text(env: Any, cell: int) -> str:
-    return "x" * (10 + cell)
 
 
 class AskingDataset(CustomEnvDataset):
