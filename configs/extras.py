@@ -67,7 +67,11 @@ TABLE: dict[str, dict[str, str]] = {
         "agent_loop": "extras.verl.users_loop:LoopEpisode",
         "program": "extras.sessions.play:ProgramEpisode",
     },
-    "environment": {"spaces": "extras.gym.space_text:SpaceText", "processes": "extras.gym.process_env:ProcessEnv"},
+    "environment": {
+        "spaces": "extras.gym.space_text:SpaceText",
+        "trial": "extras.gym.walks:try_out",
+        "processes": "extras.gym.process_env:ProcessEnv",
+    },
     "keys": {  # they translate in this order
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",

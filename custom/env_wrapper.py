@@ -23,7 +23,8 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from configs.errors import notice_once
 from configs.extras import find
 from configs.import_utils import load_module
-from custom.gym.text_env import EnvState, TextEnv, split_id
+from custom.gym.text_env import EnvState, TextEnv
+from custom.gym.world import split_id
 
 __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env", "make_text_env"]
 

@@ -119,7 +119,7 @@ BEFORE_ANYTHING_STARTS = [
          "2 of 2 validation episodes .*the longest 22", env=True,
          mine_py="from custom.env_dataset import CustomEnvDataset\nclass Mine(CustomEnvDataset):\n"
          "  def check_sizes(self, states, what):\n    if what != 'states': super().check_sizes(states, what)\n"),
-    Case("text of an observation", "env.id=DIR/mine.py:CartPole-v1 env.kwargs={}", r"returned None.*mine.py:2\)",
+    Case("text of an observation", "env.id=DIR/mine.py:CartPole-v1 env.kwargs={}", r"says None.*mine.py:2\)",
          env=True, mine_py="from custom.env_wrapper import make_text_env\n"
          "make_text_env('CartPole-v1', lambda env, seen: None)\n"),
     Case("episodes that begin nowhere", "env.mode=episode data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine "

@@ -150,7 +150,7 @@ MISTAKES = {
     ),
     "a text that is none": (
         "An environment", 'return "".join("*" if place == lit else "." for place in range(8))', "return lit",
-        "Lamps-v0", "observation_to_text returned ", "which is no text",
+        "Lamps-v0", "observation_to_text says ", "which is no text",
     ),
     "a step of gym, not gymnasium": (
         "An environment", "True, False, {}", "True, {}",

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from configs.schema import SuccessConfig
 from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
-from custom.gym import text_env
 from custom.gym.planning import best_actions, shortest_paths
 from custom.gym.text_env import is_success, success_rule
 from custom.gym.texts import last_mention, mark_ansi
 from custom.reward_manager import CustomRewardManager
 from data.protocol import DataProto
 from data.types import NotScored
+from extras.gym import walks
 from tests.runs import compose
 from training.environment import build_environment
 
@@ -135,7 +135,7 @@ for name, entry_point in THIRD_PARTY.items():
         ({"env_id": "Taxi-v3"}, r"Please use `Taxi-v4` instead\.$"),
         ({"env_id": "Taxi-v4", "random_maps": True}, "random_maps=True works for FrozenLake-v1,"),
         ({**RANDOM_LAKE, "map_name": "8x8"}, "without desc or map_name"),
-        ({"env_id": "Blackjack-v1", "action_names": "abc"}, "3 action_names, but Blackjack-v1 has 2"),
+        ({"env_id": "Blackjack-v1", "action_names": "abc"}, "3 action_names for 2 actions"),
         ({"env_id": "Blackjack-v1", "reward": "progress"}, "reward='progress' for Blackjack-v1"),
         ({"env_id": "Lock-v0", "max_turns": 0}, "max_turns=0"),
         ({"env_id": "Lock-v0", "invalid_action": "punish"}, "invalid_action='punish'"),
@@ -623,7 +623,7 @@ def test_an_answer_without_a_move_costs_no_less_than_the_worst_move(env_id, cost
 
 def test_an_environment_is_tried_out_once_and_not_again_by_its_clones(monkeypatch):
     env = make_env("Lock-v0")
-    monkeypatch.setattr(TextEnv, "_try_out", lambda self: pytest.fail("tried out again"))
+    monkeypatch.setattr(walks, "try_out", lambda environment: pytest.fail("tried out again"))
     assert pickle.loads(pickle.dumps(env.clone())).get_state(1) == env.get_state(1)
 
 
@@ -633,7 +633,7 @@ def test_an_action_outside_the_space_is_an_invalid_answer_however_it_was_read():
     assert env.act(9)[4]["invalid"] == 1 and env.act(None)[4]["invalid"] == 2 and env.act(1)[4]["invalid"] == 2
     assert env.compute_reward(env.start_state(0), 9) == env.compute_reward(env.start_state(0), None) == 0.0
     for play in (env.act, lambda action: env.compute_reward(env.start_state(0), action)):
-        with pytest.raises(ValueError, match="the action 'left' was given: an action of Lock-v0 is a whole number in"):
+        with pytest.raises(ValueError, match="the action 'left' was given: Lock-v0 takes actions of Disc"):
             play("left")
 
 
@@ -645,7 +645,7 @@ def test_a_whole_number_of_any_type_is_a_numbered_action(returned):
 
 @pytest.mark.parametrize("returned", ["hit", 0.5, [1], float("nan"), float("inf"), {"action": 1}])
 def test_anything_else_is_refused_with_the_value_and_the_rule(returned):
-    words = rf"returned {re.escape(repr(returned))} for the answer '0': .* a whole number in Discrete\(2\), or None"
+    words = rf"returned {re.escape(repr(returned))} for the answer '0': .* takes actions of Discrete\(2\), or None"
     with pytest.raises(ValueError, match=words):
         TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
     env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned if text == "hit" else 0)
@@ -721,7 +721,7 @@ gym.register("Strange-v0", Strange)
         ("players", r"terminated is \{'a': False, 'b': False\}: it must be one number, or True"),
         ("nothing", "reward is None: it must be one number"),
         ("no info", r"step returned \(.*, None\): not observation, reward, terminated, truncated, info"),
-        ("half", r"the environment says a text that cannot be encoded: '\\udc80' at place 4 is half a character"),
+        ("half", r"observation_to_text says a text that cannot be encoded: '\\udc80' at place 4 is half a character"),
     ],
 )
 def test_what_gymnasium_would_not_return_is_refused_at_the_trial_with_its_seed(monkeypatch, does, says):
@@ -779,7 +779,7 @@ def test_success_that_is_said_at_the_end_alone_means_the_same_in_every_episode(m
     env = make_env("Late-v0", max_turns=2)
     assert env.success == SuccessConfig(info_success=True)  # as the walks of the trial have found
     assert last_info(env, "?", "?")["success"] is False
-    monkeypatch.setattr(text_env, "TRIAL_MOVES", 0)
+    monkeypatch.setattr(walks, "MOVES", 0)
     unseen = make_env("Late-v0", max_turns=8)
     assert unseen.success is None
     ended = next(info for info in (last_info(unseen, str(number)) for number in range(4)) if info["end_reason"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from custom.env_wrapper import make_env
-from custom.gym.text_env import split_id
+from custom.gym.world import split_id
 from tests.forked import python
 
 MINIGRID = "examples/minigrid_env.py:"

@@ -1,11 +1,13 @@
 """Writes and finds checkpoints that survive a kill at any moment.
 
+torch.distributed.checkpoint writes the tensors of a model (training/model_shards.py), whatever the number of ranks. It
+names no folder in one move, and neither keeps the newest, sums bytes, nor compares settings: that is here.
+
 A checkpoint is written under a temporary name, flushed to disk, renamed to global_step_N, then named in
 latest_checkpointed_iteration.txt; only after that are older ones removed. Layout: actor/, critic/ (supervised training
 has the one model's files beside the others), data.pt (position in the data), trainer_state.pt (step, its metrics, KL
 coefficient, random generators), config.yaml, checksums.json (of what a resumed run reads). A model has model/ and
-optim/ (training/model_shards.py), a file of random generators a worker (extra_state_world_size_N_rank_i.pt), and
-huggingface/ for from_pretrained.
+optim/, a file of random generators a worker (extra_state_world_size_N_rank_i.pt), and huggingface/ for from_pretrained.
 """
 
 import json
@@ -18,7 +20,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,14 @@ class Saver:
     """Saves the checkpoints of a run, and knows whether the last one is on disk.
 
     Args:
-        root: the run's folder.
+        root: the run's folder, which it has to itself.
         write: `write(folder)` fills a checkpoint; it may go on in the background, until `written()`.
         keep: that many of the newest stay; None: all.
         written: says whether what `write` began is whole; raises what went wrong with it.
 
     Attributes:
         newest: the last step of this run that is saved; 0: none.
-        kept: `kept()` returns the steps that stay whatever `keep` is.
+        kept_steps: `kept_steps()` returns the steps that stay whatever `keep` is.
     """
 
     def __init__(
@@ -87,10 +88,12 @@ class Saver:
 
     def save(self, step: int) -> dict[str, float]:
         """Writes the checkpoint of `step`, once the one before is whole; returns metrics. A full disk is a warning."""
-        metrics = self.finish()
-        self.error = None
+        metrics, self.error = self.finish(), None
+        folder = self.root / f"{WRITING}global_step_{step}"
         try:
-            write_checkpoint(self.root, step, self.write)
+            clear_leftovers(self.root)
+            folder.mkdir(parents=True)
+            self.write(folder)
         except WRITE_ERRORS as error:
             return metrics | self._failed(step, error)
         self.unnamed = step
@@ -106,11 +109,30 @@ class Saver:
                 if not wait:
                     return {}
                 time.sleep(POLL_SECONDS)
-            name_checkpoint(self.root, step, self.keep, self.kept_steps)
+            self._name(step)
         except WRITE_ERRORS as error:
             return self._failed(step, error)
         self.unnamed, self.newest = None, step
         return {}
+
+    def _name(self, step: int) -> None:
+        """Gives a whole checkpoint its name, and removes the older ones that are not to stay."""
+        final = self.root / f"global_step_{step}"
+        temporary = final.with_name(WRITING + final.name)
+        write_sums(temporary)
+        for path in (temporary, *temporary.rglob("*")):
+            flush(path)
+        if final.exists():  # from an earlier life of the run, or from another run
+            final.rename(final.with_name(REPLACED + final.name))
+        temporary.rename(final)
+        flush(self.root)
+        with replacing(self.root / LATEST) as file:
+            file.write(str(step).encode())
+        flush(self.root)
+        clear_leftovers(self.root)
+        older = [number for number in saved_steps(self.root) if number <= step][: -self.keep if self.keep else 0]
+        for old in {*older}.difference(self.kept_steps()):
+            remove(self.root / f"global_step_{old}")
 
     def _failed(self, step: int, error: Exception) -> dict[str, float]:
         if isinstance(error, WorkerLost):
@@ -128,38 +150,6 @@ class Saver:
                 f"step {step}, the last, could not be saved ({first_line(self.error)}). The newest checkpoint in "
                 f"{self.root} is {newest.name if newest else 'none'}: start the run again."
             ) from self.error
-
-
-def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> None:
-    """Writes the checkpoint of `step` by `write(folder)`, aside. Raises WRITE_ERRORS; older ones are untouched."""
-    clear_leftovers(root)
-    temporary = root / f"{WRITING}global_step_{step}"
-    with ExitStack() as undone:
-        undone.callback(clear_leftovers, root)
-        temporary.mkdir(parents=True)
-        write(temporary)
-        undone.pop_all()
-
-
-def name_checkpoint(root: Path, step: int, keep: int | None, kept_steps: Callable[[], Iterable[int]] = tuple) -> None:
-    """Gives a whole checkpoint its name, and removes the older ones but the newest `keep` and those of `kept_steps`."""
-    final = root / f"global_step_{step}"
-    temporary, replaced = final.with_name(WRITING + final.name), final.with_name(REPLACED + final.name)
-    try:
-        write_sums(temporary)
-        flush_tree(temporary)
-        if final.exists():  # from an earlier life of the run, or from another run
-            final.rename(replaced)
-        temporary.rename(final)
-        flush(root)
-        with replacing(root / LATEST) as file:
-            file.write(str(step).encode())
-        flush(root)
-    finally:
-        clear_leftovers(root)
-    older = [number for number in saved_steps(root) if number <= step][: -keep if keep else 0]
-    for old in {*older}.difference(kept_steps()):
-        remove(root / f"global_step_{old}")
 
 
 def write_sums(folder: Path) -> None:
@@ -224,14 +214,15 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
         return None
     if resume_mode == "resume_path":
         folder = Path(resume_from_path or "")
-        key, checkpoint = f"trainer.resume_from_path={folder}", find_whole(folder)
-        checkpoint = checkpoint if re.fullmatch(r"global_step_\d+", folder.name) else None
+        key = f"trainer.resume_from_path={folder}"
     elif (root / LATEST).exists():
         folder = root / f"global_step_{(root / LATEST).read_text().strip()}"
-        key, checkpoint = f"{root / LATEST} names {folder.name}", find_whole(folder)
+        key = f"{root / LATEST} names {folder.name}"
     else:
         return None
-    if checkpoint is None:
+    candidates = folder, folder.with_name(REPLACED + folder.name)  # where a save that was killed has left it
+    checkpoint = next((path for path in candidates if path.is_dir()), None)
+    if checkpoint is None or not re.fullmatch(r"global_step_\d+", folder.name):
         raise ValueError(f"{key}: there is no such global_step_N; {root} has steps {saved_steps(root)}. {START_AFRESH}")
     return checkpoint
 
@@ -283,34 +274,20 @@ def missing_parts(contents: Iterable[str]) -> str:
     return ", ".join(part for part in RESUMED if part not in contents)
 
 
-def find_whole(folder: Path) -> Path | None:
-    """Finds `folder`, also where a save that was killed between two moves has left it; None: it is in neither place."""
-    candidates = folder, folder.with_name(REPLACED + folder.name)
-    return next((path for path in candidates if path.is_dir()), None)
-
-
 def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False, mapped: bool = False) -> None:
     """Calls `restore` with the content of a torch.save file. `trusted` files may hold any Python object; the tensors of
-    `mapped` ones are read when they are used. Raises ValueError if it is unreadable, or does not fit the run.
-    """
+    `mapped` ones are read when they are used. Raises ValueError if it is unreadable, or does not fit."""
     try:
-        if not trusted:
-            check_holds_no_code(path)
         with torch.serialization.safe_globals(PLAIN):
+            objects = [] if trusted else torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            if objects:
+                raise ValueError(
+                    f"{path.name} holds Python objects ({', '.join(sorted(objects))}), and to read them runs their "
+                    "code: keep plain values, or set trainer.trust_checkpoint=true"
+                )
             restore(torch.load(path, map_location="cpu", weights_only=not trusted, mmap=mapped))
     except FILE_ERRORS as error:
         raise unreadable(path, error) from error
-
-
-def check_holds_no_code(path: Path) -> None:
-    """Raises ValueError if a torch.save file holds more than tensors, arrays, numbers, texts and collections."""
-    with torch.serialization.safe_globals(PLAIN):
-        objects = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    if objects:
-        raise ValueError(
-            f"{path.name} holds Python objects ({', '.join(sorted(objects))}), and to read them runs their code: "
-            "keep plain values, or set trainer.trust_checkpoint=true"
-        )
 
 
 def unreadable(path: Path, error: Exception) -> ConfigError:
@@ -360,13 +337,6 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def as_override(value: Any) -> str:
     """Formats `value` as in an override: null, true, text without quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def flush_tree(root: Path) -> None:
-    for folder, _, files in os.walk(root):
-        for name in files:
-            flush(Path(folder, name))
-        flush(Path(folder))
 
 
 def flush(path: Path) -> None:

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from data.seqlen_balancing import fill_groups
 from training.checkpoint import FILE_ERRORS, unreadable
@@ -33,20 +32,12 @@ SHOWN = 3  # names in an error
 def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Writes `tensors`, of which each rank of `group` may have a part. Raises WRITE_ERRORS on all ranks."""
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    writer = HuggingFaceStorageWriter(str(folder), files_of(tensors, ranks), save_distributed=True)
+    groups = fill_groups(tensors.items(), lambda item: item[1].nbytes, FILE_BYTES * ranks)
+    files = {name: number for number, group in enumerate(groups, start=1) for name, _ in group}
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with plain_errors():
         dcp.save(contiguous, storage_writer=writer, process_group=group)
-
-
-def files_of(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
-    """Deals out names to files, from 1, whose parts on each rank are of about FILE_BYTES."""
-    files, number, size = {}, 1, 0
-    for name, tensor in tensors.items():
-        if size > FILE_BYTES * ranks:
-            number, size = number + 1, 0
-        files[name], size = number, size + tensor.nbytes
-    return files
 
 
 @contextmanager
@@ -60,33 +51,26 @@ def plain_errors() -> Iterator[None]:
             raise next(iter(error.failures.values()))[0] from error
 
 
-class Shards(HuggingFaceStorageReader):
-    """The tensors that `save_shards` wrote into `folder`; `shapes` has those of the whole ones, by name."""
+class Shards:
+    """The tensors that `save_shards` wrote into `folder`; `saved` describes each whole one, `shapes` has its shape.
+
+    Raises ValueError if a file is unreadable, or not there.
+    """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.folder = folder
-        self.metadata = self._read_metadata()
-        self.shapes = {name: tensor.size for name, tensor in self.metadata.state_dict_metadata.items()}
-
-    def read_metadata(self) -> Metadata:
-        """Returns what the files hold, as torch asks for it."""
-        return self.metadata
-
-    def _read_metadata(self) -> Metadata:
-        path = self.folder
+        self.folder, self.reader = folder, HuggingFaceStorageReader(str(folder))
+        path = folder
         try:
-            for path in sorted(self.folder.iterdir()):
-                with safe_open(path, framework="pt"):
-                    pass
-            path = self.folder
-            metadata = super().read_metadata()
-            for name, tensor in metadata.state_dict_metadata.items():
+            for path in sorted(folder.iterdir()):
+                safe_open(path, framework="pt")  # raises what is said of the file
+            path = folder
+            self.saved = self.reader.read_metadata().state_dict_metadata
+            for name, tensor in self.saved.items():
                 if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.size):
                     raise ValueError(f"parts of {name} are missing: not all files of its shards are there")
         except FILE_ERRORS as error:
             raise unreadable(path, error) from error
-        return metadata
+        self.shapes = {name: tensor.size for name, tensor in self.saved.items()}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Sets `tensors`, of which each rank may have a part, to what the files hold; each rank reads its own."""
@@ -96,14 +80,13 @@ class Shards(HuggingFaceStorageReader):
                 if (saved := tuple(self.shapes[name])) != (present := tuple(tensor.shape)):
                     raise ValueError(f"{name} is of shape {saved} there, and of {present} in this run")
             with plain_errors():
-                dcp.load(dict(tensors), storage_reader=self, no_dist=True)
+                dcp.load(dict(tensors), storage_reader=self.reader, no_dist=True)
         except FILE_ERRORS as error:
             raise unreadable(self.folder, error) from error
 
     def whole(self) -> dict[str, Tensor]:
         """Reads all tensors, whole."""
-        items = self.metadata.state_dict_metadata.items()
-        tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in items}
+        tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype) for name, saved in self.saved.items()}
         self.fill(tensors)
         return tensors
 

@@ -106,24 +106,19 @@ class ModelCheckpoint:
         files = sorted([*folder.glob(f"{MODEL}/*"), *folder.glob(f"{MOMENTS}/*"), *folder.glob("*.pt")])
         check_sums(root, files[rank() :: group_size()])  # all ranks together each file once
         Shards(folder / MODEL).fill(weights_of(self.module))
-        self._load_moments(Shards(folder / MOMENTS))
+        moments = Shards(folder / MOMENTS)
+        self._make_moments({name.rpartition(".")[0] for name in moments.shapes})
+        moments.fill(moments_of(self.module, self.optimizer))
         writers = max(1, len([*folder.glob(f"{GENERATORS}_world_size_*.pt")]))
         file = folder / f"{GENERATORS}_world_size_{writers}_rank_{rank() % writers}.pt"
         read_part(file, set_rng_state)
 
-    def _load_moments(self, shards: Shards) -> None:
-        names = {name.rpartition(".")[0] for name in shards.shapes}
-        weights = dict(self.module.named_parameters())
-        self._make_moments([weight for name, weight in weights.items() if name in names])
-        shards.fill(moments_of(self.module, self.optimizer))
-
-    def _make_moments(self, weights: Sequence[nn.Parameter]) -> None:
-        """Has the optimiser make moments of `weights` alone: by a step of zeros, at a learning rate of zero."""
+    def _make_moments(self, names: set[str]) -> None:
+        """Has the optimiser make moments of these weights alone: by a step of zeros, at a learning rate of zero."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.state.clear()
-        self.optimizer.zero_grad(set_to_none=True)
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight)
+        for name, weight in self.module.named_parameters():
+            weight.grad = torch.zeros_like(weight) if name in names else None
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         self.optimizer.step()

@@ -50,9 +50,10 @@ def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
     return paths
 
 
-def useful_paths(paths: dict[int, tuple[int, ...]], best: np.ndarray) -> list[tuple[int, ...]]:
-    """Returns the paths to states in which some action is better than another."""
-    return [path for state, path in paths.items() if not best[state].all()]
+def useful_ways(table: Table, best: np.ndarray, start: int) -> list[tuple[int, ...]] | None:
+    """Lists the shortest paths to states in which some action is better than another; None: a transition is random."""
+    paths = shortest_paths(table, start)
+    return [path for state, path in paths.items() if not best[state].all()] if paths else None
 
 
 def worst_reward(table: Table) -> float:

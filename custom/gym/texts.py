@@ -76,6 +76,34 @@ class PlainText:
         return action
 
 
+class NamedActions(PlainText):
+    """The numbered actions of a Discrete space, each read by its names: the canonical answer, then synonyms after |."""
+
+    def __init__(self, space: gym.spaces.Discrete, names: Sequence[str] | None) -> None:
+        super().__init__(space)
+        self.actions = tuple(range(int(space.start), int(space.start + space.n)))
+        self.names = tuple(names or map(str, self.actions))
+        if len(self.names) != len(self.actions):
+            raise ValueError(f"{len(self.names)} action_names for {len(self.actions)} actions")
+        self.answers = {action: name.split("|")[0] for action, name in zip(self.actions, self.names, strict=True)}
+
+    def how_to_answer(self) -> str:
+        return f"Answer with one of: {', '.join(self.answers.values())}."
+
+    def read(self, answer: str) -> int | None:
+        index = last_mention(self.names, answer)
+        return None if index is None else self.actions[index]
+
+    def answer(self, action: int) -> str | None:
+        return self.answers.get(action)
+
+    def plain(self, action: Any) -> int:
+        number = float(action)  # "0" and 0.0 are 0
+        if not number.is_integer():
+            raise ValueError(f"{action!r} is no whole number")
+        return int(number)
+
+
 def text_of(space: gym.Space, env_id: str) -> PlainText:
     """Returns what writes and reads the values of `space`; raises ConfigError if its extra is not here."""
     if isinstance(space, gym.spaces.Discrete | gym.spaces.Text) or type(space) is gym.Space:

@@ -14,6 +14,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
+from custom.gym.texts import PlainText
+
 MAX_NUMBERS = 100  # that an array may have to be written out
 LARGEST = float(np.finfo(np.float32).max)
 NUMBER = re.compile(r"(?<![\w.])(?:(?<!\d)[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -28,11 +30,8 @@ class AnswerSpace(gym.Space[str]):
         self.instruction = instruction
 
 
-class SpaceText:
-    """The values of any space, written and read part by part: custom/gym/texts.py has the methods' contract."""
-
-    def __init__(self, space: gym.Space) -> None:
-        self.space = space
+class SpaceText(PlainText):
+    """The values of any space, written and read part by part."""
 
     def check(self, names: Sequence[str] | None = None) -> None:
         """Raises ValueError where `write` would be no reading: for images, say, or names that do not fit."""
@@ -78,8 +77,6 @@ class SpaceText:
         space = self.space
         if isinstance(space, AnswerSpace):
             return space.instruction
-        if isinstance(space, spaces.Text):
-            return f"Answer with a text of at most {space.max_length} characters."
         numbers = [*slots(space)]
         kind = "whole number" if all(slot.whole for slot in numbers) else "number"
         if len(numbers) == 1:
@@ -125,7 +122,7 @@ class SpaceText:
             return tuple(SpaceText(part).plain(action[key]) for key, part in space.items())
         if isinstance(space, spaces.Dict | spaces.Tuple):
             return tuple(SpaceText(part).plain(value) for part, value in zip(parts(space), action, strict=True))
-        return action.item() if isinstance(action, np.generic) else action
+        return super().plain(action)
 
     def native(self, action: Any) -> Any:
         space = self.space
@@ -234,4 +231,6 @@ def slots(space: gym.Space, name: str = "") -> Iterator[Slot]:
         for part in space.spaces:
             yield from slots(part, name)
     else:
-        raise ValueError(f"an action of {space} is not made of numbers")
+        raise ValueError(
+            f"an action of {space} is not made of numbers: pass text_to_action, which makes one of an answer"
+        )

@@ -153,7 +153,6 @@ def test_any_answer_is_read_or_is_no_action(space, text):
         (spaces.MultiDiscrete([3, 4]), "Answer with 2 whole numbers: from 0 to 2, from 0 to 3."),
         (spaces.MultiBinary(2), "Answer with 2 whole numbers from 0 to 1."),
         (CAR, "Answer with 3 numbers: gas from 0 to 1, steer from -1 to 1, gear from 1 to 5."),
-        (spaces.Text(8), "Answer with a text of at most 8 characters."),
     ],
     ids=str,
 )
@@ -224,11 +223,9 @@ def test_environments_get_actions_of_their_own_form(space):
 
 
 def test_spaces_without_a_default_are_refused_with_the_remedy():
-    with pytest.raises(
-        ValueError, match=r"Odd-v0: an action of Sequence.* is not made of numbers: pass text_to_action"
-    ):
+    with pytest.raises(ValueError, match=r"an action of Sequence.* is not made of numbers: pass text_to_action"):
         odd(spaces.Discrete(3), spaces.Sequence(spaces.Discrete(2)))
-    with pytest.raises(ValueError, match=r"Odd-v0: an observation has 20 x 20 = 400 numbers"):
+    with pytest.raises(ValueError, match=r"an observation has 20 x 20 = 400 numbers"):
         odd(spaces.Box(0, 1, (20, 20)), spaces.Discrete(2))
     assert odd(spaces.Box(0, 1, (20, 20)), spaces.Discrete(2), observation_to_text=lambda env, seen: "dark").reset(0)
 
@@ -240,7 +237,7 @@ def test_a_function_may_return_an_action_of_the_environments_own_form():
     assert odd(spaces.Discrete(3), spaces.Box(-1, 1, (1,)), text_to_action=lambda text: 7).extract_action("?") is None
     for returned in ("fast", [1, 2]):
         env = odd(spaces.Discrete(3), spaces.Box(-1, 1, (1,)), text_to_action=lambda text, back=returned: back)
-        with pytest.raises(ValueError, match=r"for the answer 'go': an action of Odd-v0 has the form of Box"):
+        with pytest.raises(ValueError, match=r"for the answer 'go': Odd-v0 takes actions of Box"):
             env.extract_action("go")
 
 
