@@ -33,9 +33,9 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_070,
-    "core files": 82,
-    "product lines": 40_820,
+    "core lines": 16_990,
+    "core files": 81,
+    "product lines": 40_815,
     "scripts and benchmarks": 3_770,
     "names in training/": 19,
     "names in workers/": 24,
@@ -43,7 +43,7 @@ CEILINGS = {
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 44,
-    "modules with one importer": 51,
+    "modules with one importer": 48,
     "settings": 341,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
@@ -192,7 +192,7 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-STEP_CEILINGS = {"files": 40, "functions": 443, "lines": 2_680, "modules": 129}
+STEP_CEILINGS = {"files": 40, "functions": 443, "lines": 2_660, "modules": 129}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():
