@@ -18,7 +18,7 @@ from configs.extras import find, has
 from configs.schema import SuccessConfig
 from custom.gym.planning import worst_reward
 from custom.gym.texts import NamedActions, text_of
-from custom.gym.world import World, make_gym
+from custom.gym.world import World, make_gym, split_id
 
 MAX_WORLDS = 256  # that states are computed in
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
@@ -147,6 +147,11 @@ class TextEnv:
             self.instruction = self._acts.how_to_answer()
         for action in self.actions if self.text_to_action else ():
             self.extract_action(self._acts.answer(action))  # raises now, not in training, if it returns no number
+
+    @property
+    def module(self) -> str:
+        """Names the module that registers the id; "": none need be loaded."""
+        return split_id(self.env_id)[0]
 
     def _make(self, layout: Layout) -> gym.Env:
         return make_gym(self.env_id, {**self.env_kwargs, **dict(layout)})

@@ -19,7 +19,6 @@ import cloudpickle
 
 from configs.errors import users_line
 from configs.import_utils import load_module
-from custom.gym.world import split_id
 from data.concurrency import run_in_background
 from extras.processes.child import START_SECONDS, Channel, Child, ProcessEnded
 
@@ -163,7 +162,7 @@ def describe(story: Story) -> str:
 
 def pack(environment: "Environment") -> bytes:
     """Returns the first request to a process: the user's module, and the environment."""
-    return pickle.dumps((split_id(environment.env_id)[0], cloudpickle.dumps(environment)))
+    return pickle.dumps((environment.module, cloudpickle.dumps(environment)))
 
 
 def serve(channel: Channel) -> None:

@@ -14,8 +14,6 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
-from custom.gym.texts import PlainText
-
 MAX_NUMBERS = 100  # that an array may have to be written out
 LARGEST = float(np.finfo(np.float32).max)
 NUMBER = re.compile(r"(?<![\w.])(?:(?<!\d)[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -30,8 +28,11 @@ class AnswerSpace(gym.Space[str]):
         self.instruction = instruction
 
 
-class SpaceText(PlainText):
-    """The values of any space, written and read part by part."""
+class SpaceText:
+    """The values of any space, written and read part by part: custom/gym/texts.py has the methods' contract."""
+
+    def __init__(self, space: gym.Space) -> None:
+        self.space = space
 
     def check(self, names: Sequence[str] | None = None) -> None:
         """Raises ValueError where `write` would be no reading: for images, say, or names that do not fit."""
@@ -122,7 +123,7 @@ class SpaceText(PlainText):
             return tuple(SpaceText(part).plain(action[key]) for key, part in space.items())
         if isinstance(space, spaces.Dict | spaces.Tuple):
             return tuple(SpaceText(part).plain(value) for part, value in zip(parts(space), action, strict=True))
-        return super().plain(action)
+        return action.item() if isinstance(action, np.generic) else action
 
     def native(self, action: Any) -> Any:
         space = self.space

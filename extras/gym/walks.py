@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from configs.schema import SuccessConfig
-from custom.gym.text_env import TextEnv
-from custom.gym.world import World
 from data.concurrency import run_in_background
 from workers.agents.user_code import Overdue, in_thread
 
@@ -14,7 +12,7 @@ WALKS, MOVES = 5, 20  # each walk is played twice
 Moment = tuple[str, float, bool]  # text of an observation, reward, whether the episode is over
 
 
-def try_out(environment: TextEnv) -> tuple[float, SuccessConfig | None]:
+def try_out(environment: Any) -> tuple[float, SuccessConfig | None]:
     """Plays a few random walks twice, in a thread, as episodes are.
 
     Returns the worst reward of a legal action, at most 0, and the rule of success: if there is none, what a walk has
@@ -32,7 +30,7 @@ def try_out(environment: TextEnv) -> tuple[float, SuccessConfig | None]:
 class Trial:
     """The random walks of an environment; `moves` counts those that have begun."""
 
-    def __init__(self, environment: TextEnv) -> None:
+    def __init__(self, environment: Any) -> None:
         self.environment, self.success = environment, environment.success
         self.moves, self.moves_seen = 0, -1
 
@@ -57,7 +55,7 @@ class Trial:
             for world in worlds.values():
                 world.close()
 
-    def moments(self, world: World, seed: int, actions: Sequence[Any]) -> Iterator[Moment]:
+    def moments(self, world: Any, seed: int, actions: Sequence[Any]) -> Iterator[Moment]:
         """Yields the state after the reset, then after each action until the episode is over."""
         world.play(seed, ())
         yield world.text, 0.0, False
