@@ -35,7 +35,7 @@ IRREGULAR = frozenset((
 CEILINGS = {
     "core lines": 16_990,
     "core files": 81,
-    "product lines": 40_815,
+    "product lines": 40_816,
     "scripts and benchmarks": 3_770,
     "names in training/": 19,
     "names in workers/": 24,
@@ -43,7 +43,7 @@ CEILINGS = {
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 44,
-    "modules with one importer": 48,
+    "modules with one importer": 49,
     "settings": 341,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
