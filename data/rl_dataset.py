@@ -24,7 +24,7 @@ from configs.extras import find
 from configs.import_utils import accepts, bind, load_subclass
 from configs.schema import DataConfig
 from configs.settings import Readable
-from data.chat import Prompt, as_messages, encode_prompt, parse_prompt
+from data.chat import Prompt, encode_prompt, parse_prompt
 from data.padding import media_of
 from data.protocol import object_array
 from data.rows import (
@@ -378,9 +378,7 @@ def create_rl_dataset(
 
 def check_says_something(prompt: Prompt) -> None:
     """Raises ValueError for a prompt whose every text is empty, or that holds what no tokenizer encodes."""
-    texts = [(message["role"], message.get("content")) for message in as_messages(prompt)]
-    if all(isinstance(text, str) and not text.strip() for _, text in texts):
+    texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    if all(isinstance(text, str) and not text.strip() for text in texts):
         raise ValueError("the prompt is empty.")
-    for role, text in texts:
-        if isinstance(text, str):
-            check_text(text, role)
+    check_text("".join(text for text in texts if isinstance(text, str)), "prompt")

@@ -187,7 +187,8 @@ def add_scores(
         batch.meta_info["reward_extra_keys"] = []
         return batch
     config = config or ScoringConfig()  # a test may leave it out
-    name, mask, results = reward_name(manager), batch.batch["response_mask"], take_brought(batch)
+    name, mask = reward_name(manager), batch.batch["response_mask"]
+    results = take_brought(batch) if BROUGHT in batch else [None] * len(batch)
     if rows := [row for row, result in enumerate(results) if result is None]:
         view = reward_view(batch if len(rows) == len(batch) else batch.select_idxs(rows), tokenizer)
         scored = compute_reward(view, manager, config, mask.shape[1])
@@ -205,13 +206,9 @@ def add_scores(
 
 
 def take_brought(batch: DataProto) -> list[Scored | None]:
-    """Takes the scores out of `batch` that rows bring from their agent loops, with their reward_extra_info; None: a row
-    brings none."""
-    nothing = [None] * len(batch)
-    if BROUGHT not in batch:
-        return nothing
-    scores, infos = (batch.non_tensor_batch.pop(name, nothing) for name in (BROUGHT, "reward_extra_info"))
-    pairs = zip(scores, infos, strict=True)
+    """Takes the scores out of `batch` that rows bring from their agent loops, with their extra info; None: not this."""
+    infos = batch.non_tensor_batch.pop("reward_extra_info", [None] * len(batch))
+    pairs = zip(batch.non_tensor_batch.pop(BROUGHT), infos, strict=True)
     return [None if score is None else Scored(score, info or {}) for score, info in pairs]
 
 
@@ -219,7 +216,8 @@ def compute_reward(view: DataProto, manager: RewardManager, config: ScoringConfi
     """Scores the rows of a `reward_view`, whose responses are `width` tokens wide. Raises as `add_scores`."""
     name = reward_name(manager)
     results = read_results(call_manager(manager, view), (len(view), width), name)
-    check_failures(results, config, name)
+    if failures := [result for result in results if isinstance(result, NotScored)]:
+        check_failures(failures, len(results), config, name)
     return results
 
 
@@ -283,18 +281,15 @@ def read_result(result: Any, extra: Row, keys: frozenset[str], width: int) -> Re
     return NotScored("error", f"it returned {reprlib.repr(score)}: a score is a {rule}")
 
 
-def check_failures(results: Sequence[Result], config: ScoringConfig, name: str) -> None:
-    """Warns of responses that the reward called `name` could not score, with the most frequent cause; raises
-    RuntimeError if they are more than reward.max_failed_fraction."""
-    failures = [result for result in results if isinstance(result, NotScored)]
-    if not failures:
-        return
+def check_failures(failures: Sequence[NotScored], total: int, config: ScoringConfig, name: str) -> None:
+    """Warns of those of `total` responses that the reward called `name` could not score, with the most frequent cause;
+    raises RuntimeError if they are more than reward.max_failed_fraction."""
     [(problem, times)] = Counter(failure.reason for failure in failures).most_common(1)
     counts = ", ".join(f"{count} {kind}" for kind, count in Counter(failure.outcome for failure in failures).items())
     trace = next(failure.trace for failure in failures if failure.reason == problem)
     cause = f"the reward {name} {'raised' if trace else 'failed:'} {problem}"
-    summary = f"{len(failures)} of {len(results)} responses could not be scored ({counts})"
-    if len(failures) <= config.max_failed_fraction * len(results):
+    summary = f"{len(failures)} of {total} responses could not be scored ({counts})"
+    if len(failures) <= config.max_failed_fraction * total:
         becomes = "left out" if config.on_failure == "mask" else f"scored {config.failure_score:g}"
         logger.warning("%s, and are %s: %s, most often (%d times)", summary, becomes, cause, times)
         return

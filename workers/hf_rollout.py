@@ -396,17 +396,14 @@ class HFRollout(Rollout):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().load_weights(weights, version)
-        self._stop_if_idle()
+        self.sleep()
 
     def sleep(self) -> None:
         """Keeps nothing any more; the module is as it was, once no request is left."""
-        self._stop_if_idle()
-
-    close = sleep
-
-    def _stop_if_idle(self) -> None:
         if self.batch is not None and not self.has_unfinished_requests():
             self._stop()
+
+    close = sleep
 
     def _goes_on(self) -> bool:
         """Returns True if there is something to do, or may soon be, as an episode may have another turn."""

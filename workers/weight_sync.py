@@ -50,13 +50,15 @@ class WeightSync:
             RuntimeError: the engine does not sample by these weights; says what it was handed.
         """
         engine, policy, metrics = self.engine, self.policy, {"rollout/weight_version": float(version)}
-        if not (engine.own_weights or self.gathers or probes(engine, version)):
+        # A probe is drawn always of an engine with a copy of the weights, now and then of another that may be probed.
+        draws_probe = engine.own_weights or (engine.is_probed and version % PROBE_EVERY == 1)
+        if not (self.gathers or draws_probe):
             engine.load_weights(policy.weights(), version)
             return metrics
         self.sent = {}
         with policy.at_work():
             problems = self.hand_over(version)
-        if probes(engine, version):
+        if draws_probe:
             with ExitStack() as contexts:
                 if not engine.own_weights:
                     contexts.enter_context(policy.at_work())
@@ -116,12 +118,6 @@ class WeightSync:
 def sync_class() -> type[WeightSync]:
     """Finds the last of `TABLE["sync"]` that this copy has."""
     return find("sync", [*present("sync")][-1])
-
-
-def probes(engine: Rollout, version: int) -> bool:
-    """Says whether `engine` draws a probe after this sync: always if it has a copy of the weights, else now and then
-    if it may be probed."""
-    return engine.own_weights or (engine.is_probed and version % PROBE_EVERY == 1)
 
 
 def draw_probe(engine: Rollout, vocab_size: int) -> DataProto | None:

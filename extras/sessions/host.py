@@ -15,7 +15,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel
@@ -177,8 +179,7 @@ class Running:
 
     def tell(self, task: Json) -> None:
         """Writes a task to its stdin, as a line."""
-        plain = json.dumps(task, default=lambda one: one.tolist() if hasattr(one, "tolist") else str(one))
-        self.process.stdin.write(plain.encode() + b"\n")
+        self.process.stdin.write(json.dumps(task, default=as_json).encode() + b"\n")
 
     def end(self) -> None:
         """Kills it, and all that it started and left in its group."""
@@ -206,6 +207,10 @@ async def keep_end(pipe: asyncio.StreamReader, buffer: bytearray) -> None:
     while piece := await pipe.read(KEPT):
         buffer += piece
         del buffer[:-KEPT]
+
+
+def as_json(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 def last_lines(output: bytearray, count: int) -> str:
