@@ -181,7 +181,7 @@ BEFORE_ANYTHING_STARTS = [
     ),
     Case("rows without a ground truth", "", "score.py.* needs ground_truth, and none of 8", "data.ground_truth_key",
          rows_jsonl='{"prompt": "1+1?", "answer": 2}\n' * 8),
-    Case("a label that is no dictionary", "", "rows.jsonl, row 0: reward_model is '4'", "into a column ground_truth",
+    Case("a label that is no dictionary", "", "rows.jsonl, row 0: reward_model is '4'", "a column ground_truth",
          rows_jsonl='{"prompt": "2+2?", "reward_model": "4"}\n' * 8),
     Case("all steps are the critic's", "trainer.critic_warmup=9 trainer.total_training_steps=8", "and the run has 8: "
          "it would never learn", "Set it below 8"),
