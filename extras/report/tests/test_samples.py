@@ -179,7 +179,7 @@ def test_a_dump_is_scored_again_as_in_training(tmp_path):
     config = ScoringConfig(in_process=True)
     reward = load_reward(str(tmp_path / "my_reward.py"), None, config)
     views = read_views(str(file), needs_response=True)
-    assert [outcome.score for outcome in score_rows(views, reward, config)] == scores
+    assert [outcome.score for outcome in score_rows(views, reward)] == scores
     assert [view["prompts"] for view in views] == ["2+4=", "2+4=", "2*3=", "2*3="]
     assert views[0]["raw_prompt"] == [{"role": "user", "content": "2+4="}]
     again = [f"data.path={file}", "data.response_key=output", f"data.output_path={tmp_path}/figures.json"]
