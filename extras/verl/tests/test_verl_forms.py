@@ -187,7 +187,7 @@ def test_an_unknown_manager_and_a_name_used_twice_are_refused():
 
 
 def test_a_judge_that_verl_serves_says_how_it_is_served_here():
-    with pytest.raises(ValueError, match=r"needs reward_router_address and reward_model_tokenizer"):
+    with pytest.raises(ValueError, match="needs reward_model_tokenizer and reward_router_address"):
         scored("09", f"{R}.path=FILE", f"{R}.name=compute_score_judged")
 
 
