@@ -115,7 +115,7 @@ class World:
 
     @cached_property
     def table(self) -> Table | None:
-        """Its transition table, if it keeps one."""
+        """Reads the transition table, if the environment keeps one."""
         return transition_table(self.env)
 
     @cached_property
