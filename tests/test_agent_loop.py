@@ -322,8 +322,9 @@ def test_calls_that_never_end_are_counted_said_and_bounded(
     trouble: dict[int, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ):
     trouble |= {102: "hangs", 105: "hangs"}
+    wait_for(lambda: not user_code.stuck)  # of tests before this one
     monkeypatch.setattr("workers.agent_loop.MOST_STUCK", 3)
-    _, game, loop = held("env.timeout=0.2")
+    _, game, loop = held("env.timeout=0.5")
     batch = loop.generate_sequences(starts(game, [101, 102, 105]), SAMPLED, seed=1, first_row=0)
     assert Counter(batch.end_reason) == {"terminated": 1, "timeout": 2}
     assert (
