@@ -1,7 +1,6 @@
 """Real files and a real tokenizer: what users' rows become, and what they are told when rows are unusable."""
 
 import json
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +10,15 @@ import torch
 from torch.utils.data import Dataset
 
 from configs import errors
-from configs.schema import DataConfig, DatasetClassConfig
+from configs.errors import ConfigError
+from configs.schema import DataConfig, DatasetClassConfig, RolloutConfig
 from data.chat import encode_prompt
 from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class
 from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler
 from tests.runs import compose
 from tests.test_chat import tokenizer_with
-from training.preparation import overlong_rows, prepare, row_maker
+from training.preparation import check_rows, overlong_rows, prepare, row_maker
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -62,6 +62,12 @@ def write(path, rows):
 
 def dataset(path, tokenizer, max_samples=-1, **settings):
     return RLHFDataset(path, tokenizer, config=DataConfig(**settings), max_samples=max_samples)
+
+
+@pytest.fixture
+def of_rows(tmp_path, tokenizer):
+    """of_rows(rows, settings…): the dataset of a file with these rows."""
+    return lambda rows, **settings: dataset(write(tmp_path / "rows.jsonl", rows), tokenizer, **settings)
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".json", ".jsonl"])
@@ -116,26 +122,24 @@ def test_folders_and_globs_are_all_their_files_by_name(tmp_path):
         ({"prompt": "p", "response": "r", "instruction": "i", "output": "o", "messages": []}, "p", "r"),
     ],
 )
-def test_other_spellings_of_prompt_and_response_are_accepted(tmp_path, tokenizer, columns, prompt, response):
-    row = dataset(write(tmp_path / "rows.jsonl", [columns]), tokenizer)[0]
+def test_other_spellings_of_prompt_and_response_are_accepted(of_rows, columns, prompt, response):
+    [row] = of_rows([columns])
     assert row["raw_prompt"] == row["prompt"] == prompt
     assert row.get("response") == response
     assert columns.items() <= row.items(), "the columns as the user wrote them stay"
 
 
-def test_what_a_row_lacks_is_filled(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "extra_info": {"split": "train"}}])
-    first, second = dataset(path, tokenizer)
+def test_what_a_row_lacks_is_filled(of_rows):
+    first, second = of_rows([{"prompt": "a"}, {"prompt": "b", "extra_info": {"split": "train"}}])
     assert first["extra_info"] == {} and first["data_source"] == "rows.jsonl" and first["index"] == 0
     assert second["extra_info"] == {"split": "train"} and second["index"] == 1
     assert "reward_model" not in first
-    path = write(tmp_path / "named.jsonl", [{"question": "a", "task": "sums"}])
-    assert dataset(path, tokenizer, prompt_key="question", reward_fn_key="task")[0]["data_source"] == "sums"
+    [row] = of_rows([{"question": "a", "task": "sums"}], prompt_key="question", reward_fn_key="task")
+    assert row["data_source"] == "sums"
 
 
-def test_template_arguments_are_passed_on(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": QUESTION}])
-    row = dataset(path, tokenizer, apply_chat_template_kwargs={"think": "no"})[0]
+def test_template_arguments_are_passed_on(of_rows, tokenizer):
+    [row] = of_rows([{"prompt": QUESTION}], apply_chat_template_kwargs={"think": "no"})
     assert text(tokenizer, row["raw_prompt_ids"]).endswith("a:<no>")
 
 
@@ -146,12 +150,6 @@ def test_messages_without_a_template_become_lines_with_one_notice(untemplated, c
     assert capsys.readouterr().err.count("the tokenizer has no chat template") == 1
     with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
         encode_prompt([{"role": "user", "content": [{"type": "text", "text": "?"}]}], untemplated)
-
-
-@pytest.mark.parametrize(("prompts", "said"), [(["1+1=", "2+2="], "4 tokens"), (["1+1=", "10+10="], "4 to 6 tokens")])
-def test_prompts_of_one_length_are_not_from_it_to_it(tmp_path, untemplated, capsys, prompts, said):
-    dataset(write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in prompts]), untemplated)
-    assert f"prompts of {said}" in capsys.readouterr().out
 
 
 def test_nulls_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path, tokenizer):
@@ -168,49 +166,37 @@ def test_a_file_that_is_not_there_is_named_with_the_setting_that_gave_it(tmp_pat
         dataset(file, tokenizer, **{name: [file]})
 
 
-def test_overlong_prompts_are_dropped_counted_and_listed(tmp_path, tokenizer, caplog):
-    lengths = [3, 9, 10, 11, 10, 12, 13, 14]
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "x" * length} for length in lengths])
-    with caplog.at_level(logging.INFO):
-        rows = dataset(path, tokenizer, max_prompt_length=10)
+def test_overlong_prompts_are_dropped_counted_and_listed(tmp_path, of_rows, caplog):
+    lengths, path = [3, 9, 10, 11, 10, 12, 13, 14], f"{tmp_path}/rows.jsonl"
+    rows = of_rows([{"prompt": "x" * length} for length in lengths], max_prompt_length=10)
     assert [len(row["raw_prompt_ids"]) for row in rows] == [3, 9, 10, 10]
     assert rows.num_filtered == 4
-    (record,) = caplog.records
-    assert record.name == "data.rl_dataset"
-    assert record.getMessage() == (
-        "dropped 4 of 8 prompts, longer than data.max_prompt_length=10 tokens: "
-        f"{path}, row 3; {path}, row 5; {path}, row 6; …"
-    )
+    assert f"max_prompt_length=10 tokens: {path}, row 3; {path}, row 5; {path}, row 6; …" in caplog.text
 
 
-def test_an_unfiltered_overlong_prompt_is_an_error_unless_a_side_is_named(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "ok"}, {"prompt": "abcdefg"}])
-    with pytest.raises(
-        ValueError, match=r"row 1: the prompt has 7 tokens, more than data.max_prompt_length=5: .*trunc"
-    ):
-        dataset(path, tokenizer, max_prompt_length=5, filter_overlong_prompts=False)
+@pytest.mark.parametrize(("side", "kept"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg"), ("error", "")])
+def test_an_unfiltered_overlong_prompt_is_cut_at_the_named_side_or_refused(of_rows, tokenizer, side, kept):
+    rows, settings = [{"prompt": "ok"}, {"prompt": "abcdefg"}], {"filter_overlong_prompts": False, "truncation": side}
+    if side == "error":
+        with pytest.raises(ValueError, match=r"row 1: .* 7 tokens, more than data.max_prompt_length=5: .*trunc"):
+            of_rows(rows, max_prompt_length=5, **settings)
+        return
+    row = of_rows(rows, max_prompt_length=5, **settings)[1]
+    assert text(tokenizer, row["raw_prompt_ids"]) == kept and row["raw_prompt"] == "abcdefg"
 
 
-@pytest.mark.parametrize(("side", "kept"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")])
-def test_truncation_cuts_the_named_side(tmp_path, tokenizer, side, kept):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "abcdefg"}])
-    rows = dataset(path, tokenizer, max_prompt_length=5, filter_overlong_prompts=False, truncation=side)
-    assert text(tokenizer, rows[0]["raw_prompt_ids"]) == kept
-    assert rows[0]["raw_prompt"] == "abcdefg"
-
-
-def test_sub_sampling_is_the_first_rows_or_a_seeded_draw(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(50)])
+def test_sub_sampling_is_the_first_rows_or_a_seeded_draw(of_rows):
+    rows = [{"prompt": str(i)} for i in range(50)]
 
     def drawn(**settings):
-        return [row["raw_prompt"] for row in dataset(path, tokenizer, max_samples=5, **settings)]
+        return [row["raw_prompt"] for row in of_rows(rows, max_samples=5, **settings)]
 
     assert drawn(shuffle=False) == ["0", "1", "2", "3", "4"]
     assert drawn() == drawn(seed=0) == [str(i) for i in np.random.default_rng(0).choice(50, 5, replace=False)]
     assert drawn(seed=1) != drawn(seed=0)
     with pytest.raises(ValueError, match="leaves no rows: -1 takes all"):
-        dataset(path, tokenizer, max_samples=0)
-    assert len(dataset(path, tokenizer, max_samples=99)) == len(dataset(path, tokenizer)) == 50
+        of_rows(rows, max_samples=0)
+    assert len(of_rows(rows, max_samples=99)) == len(of_rows(rows)) == 50
 
 
 class States(RLHFDataset):
@@ -254,15 +240,17 @@ def test_collating_stacks_tensors_and_keeps_everything_else_as_elements():
         assert all(kept is row[name] for kept, row in zip(batch[name], rows, strict=True))
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_collating_rows_with_different_keys_names_the_key(order):
-    with pytest.raises(ValueError, match=r"column 'state' is missing from row"):
-        collate_fn([{"prompt": "a", "state": 1}, {"prompt": "b"}][::order])
-
-
-def test_collating_tensors_of_different_shapes_names_the_key():
-    with pytest.raises(ValueError, match=r"column 'state' holds tensors of shapes \[\(2,\), \(3,\)\]"):
-        collate_fn([{"state": torch.zeros(2)}, {"state": torch.zeros(3)}])
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"prompt": "a", "state": 1}, {"prompt": "b"}], "is missing from row"),
+        ([{"prompt": "b"}, {"prompt": "a", "state": 1}], "is missing from row"),
+        ([{"state": torch.zeros(2)}, {"state": torch.zeros(3)}], r"holds tensors of shapes \[\(2,\), \(3,\)\]"),
+    ],
+)
+def test_rows_that_cannot_be_collated_are_refused_by_the_key(rows, said):
+    with pytest.raises(ValueError, match=f"column 'state' {said}"):
+        collate_fn(rows)
 
 
 CUSTOM = """
@@ -322,16 +310,17 @@ def test_without_a_users_class_the_files_are_needed(tmp_path, tokenizer):
 def test_labels_are_found_wherever_a_row_has_them(tmp_path, tokenizer, ending):
     verl = {"style": "rule", "ground_truth": "2"}
     texts = [{"reward_model": json.dumps(verl), "ground_truth": "3"}, {"ground_truth": "2"}, {"reward_model": "{}"}, {}]
-    path = write(
-        tmp_path / f"rows{ending}", [{"prompt": "1+1?", "extra_info": '{"index": 7}', **text} for text in texts]
-    )
-    rows = [*dataset(path, tokenizer)]
-    assert [row["reward_model"] for row in rows] == [verl, *({"ground_truth": truth} for truth in ("2", None, None))]
+    texts.append({"reward_model": '{"style": "rule"}', "ground_truth": "2"})
+    texts = [{"prompt": "1+1?", "extra_info": '{"index": 7}', **text} for text in texts]
+    rows = [*dataset(write(tmp_path / f"rows{ending}", texts), tokenizer)]
+    bare = [{"ground_truth": truth} for truth in ("2", None, None)]
+    assert [row["reward_model"] for row in rows] == [verl, *bare, verl]
     assert all(row["extra_info"] == {"index": 7} and row["index"] == 7 for row in rows)
-    named = dataset(
-        write(tmp_path / "named.jsonl", [{"prompt": "1+1?", "answer": 2}]), tokenizer, ground_truth_key="answer"
-    )
-    assert named[0]["reward_model"] == {"ground_truth": 2} and named[0]["answer"] == 2
+
+
+def test_a_label_may_have_a_column_of_another_name(of_rows):
+    [row] = of_rows([{"prompt": "1+1?", "answer": 2}], ground_truth_key="answer")
+    assert row["reward_model"] == {"ground_truth": 2} and row["answer"] == 2
 
 
 class Bare(Dataset):
@@ -369,6 +358,19 @@ def test_a_row_with_only_a_prompt_is_completed(tokenizer, columns):
     assert make_row(row, 3) == row
 
 
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ("tool_agent", "row 1 has agent_name=tool_agent: .*enable=true"),
+        ("other", "row 1 has agent_name=other; the agents are single_turn_agent, tool"),
+    ],
+)
+def test_rows_ask_for_agents_that_there_are(of_rows, agent, words):
+    rows = of_rows([{"prompt": "a", "agent_name": name} for name in ("single_turn_agent", agent)])
+    with pytest.raises(ConfigError, match=words):
+        check_rows(RolloutConfig(), PromptLoader(rows, 1, SequentialSampler(rows, DataConfig())), [])
+
+
 def test_a_row_without_a_prompt_or_with_one_too_long_names_the_dataset(tokenizer):
     rows = Bare(question="1+1?")
     with pytest.raises(ValueError, match=r"Bare, row 3: the prompt is None.*this row fills the columns question"):
@@ -400,12 +402,8 @@ def test_overlong_rows_of_a_users_dataset_are_dropped_counted_and_listed_at_the_
     config = DataConfig(max_prompt_length=5)
     rows = kind() if kind is Growing else kind(tokenizer, config)
     left_out = overlong_rows(rows, tokenizer, config)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "dropped 4 of 9 prompts, longer than data.max_prompt_length=5 tokens: "
-        + "; ".join(f"{kind.__name__}, row {row}" for row in (5, 6, 7))
-        + "; …"
-    )
+    listed = "; ".join(f"{kind.__name__}, row {row}" for row in (5, 6, 7))
+    assert f"dropped 4 of 9 prompts, longer than data.max_prompt_length=5 tokens: {listed}; …" in caplog.text
     make_row = row_maker(rows, tokenizer, config)
     loader = PromptLoader(rows, 2, SequentialSampler(rows, config), make_row=make_row, left_out=left_out)
     assert len(loader) == 2
