@@ -1,6 +1,5 @@
-"""Writes folders as training leaves them: `python -m tests.fake_runs FOLDER --samples 10000 --tokens 200`."""
+"""Writes folders as training leaves them."""
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -95,11 +94,3 @@ def sample(rng: np.random.Generator, step: int, kind: str, number: int, bodies: 
     }  # fmt: skip
     numbers = f'"prompt_texts": {texts}, "rewards": {rewards}, "advantages": {[round(score - 0.5, 6)] * tokens}'
     return f'{json.dumps(about)[:-1]}, "rows": [{{{body}, {numbers}}}]}}\n'
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    for name, default in (("steps", 50), ("samples", 10_000), ("tokens", 200), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    write_run(**vars(parser.parse_args()))

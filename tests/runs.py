@@ -53,6 +53,16 @@ def run_main(*overrides: str, name: str = "frozenlake", env: dict[str, str] | No
     return python("main.py", "--config-name", name, *overrides, env=env)
 
 
+def whole_and_resumed(model: Path, folder: Path, *more: str) -> list[dict[int, dict[str, float]]]:
+    """The metrics of a run in folder/whole, which saves, and of one that goes on from its second step."""
+    import main
+
+    start = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/whole/global_step_2"
+    for name, own in {"whole": (), "resumed": start}.items():
+        main.run(compose(*short_run(model, folder / name, "trainer.save_freq=2", *more, *own)))
+    return [learning_metrics(folder / name) for name in ("whole", "resumed")]
+
+
 def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
     """metrics.jsonl by step, without what depends on the clock or the machine's load."""
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -21,8 +21,8 @@ from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams, Stage
 from examples.novelty_trainer import NoveltyTrainer
 from tests.batches import episode_batch, padded, random_groups
-from tests.runs import compose, files_of_at_most, learning_metrics, short_run, tree_of
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+from tests.runs import compose, files_of_at_most, learning_metrics, short_run, tree_of, whole_and_resumed
+from training.core_algos import register_adv_est
 from training.mini_batches import Update, first_policy_step
 from training.ray_trainer import RayPPOTrainer
 from training.roles import OF_POLICY, ROLES, columns_read
@@ -127,15 +127,7 @@ class CuriousSampler(SequentialSampler):
         self.seen = [*vars(self).get("seen", []), batch]
 
 
-def make_trainer(
-    folder: Path,
-    *overrides: str,
-    ref: bool = False,
-    critic: bool = False,
-    reward: Any = None,
-    steps: int = 1,
-    bandit: Bandit | None = None,
-):
+def make_trainer(folder: Path, *overrides: str, ref=False, critic=False, reward=None, steps=1, bandit=None):
     bandit = bandit or Bandit()
     config = compose(
         f"trainer.default_local_dir={folder}",
@@ -174,18 +166,11 @@ def test_the_loop_teaches_a_table_which_arm_pays(tmp_path, estimator):
 
 ALL_TIMED = {"step", "start", "data", "gen", "adv", "metrics", "update_sampler", "save_checkpoint"}
 ON_POLICY = ["generate", "reward", "update_actor", "update_weights"]
+TWICE = ["generate", "reward", "old_log_prob", "update_actor", "update_actor", "update_weights"]
 STAGES = {
     "exactly on-policy": ([], {}, ON_POLICY),
-    "mini-batches": (
-        ["actor_rollout_ref.actor.ppo_mini_batch_size=3"],
-        {},
-        ["generate", "reward", "old_log_prob", "update_actor", "update_actor", "update_weights"],
-    ),
-    "epochs": (
-        ["actor_rollout_ref.actor.ppo_epochs=2"],
-        {},
-        ["generate", "reward", "old_log_prob", "update_actor", "update_actor", "update_weights"],
-    ),
+    "mini-batches": (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], {}, TWICE),
+    "epochs": (["actor_rollout_ref.actor.ppo_epochs=2"], {}, TWICE),
     "KL in the loss": (
         ["actor_rollout_ref.actor.use_kl_loss=true"],
         {"ref": True},
@@ -277,14 +262,6 @@ def test_the_actors_warm_up_and_decay_lie_within_the_steps_in_which_it_learns(tm
     assert critic[:2] == [0.0, 1e-3] and critic[2] > critic[3] > critic[4] > 1e-4
 
 
-def test_the_sampler_hears_of_every_step_with_rewards(tmp_path):
-    trainer, _ = make_trainer(tmp_path, steps=2)
-    trainer.fit()
-    seen = trainer.train_loader.sampler.seen
-    assert [len(batch) for batch in seen] == [16, 16]
-    assert all(batch.token_level_scores.sum() > 0 and "advantages" in batch for batch in seen)
-
-
 def test_the_first_refused_updates_are_told_and_kept_for_study_and_several_in_a_row_end_the_run(tmp_path, caplog):
     overrides = ["trainer.max_skipped_updates=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     trainer, bandit = make_trainer(tmp_path, *overrides, steps=9)
@@ -356,17 +333,10 @@ REAL = ("data.max_response_length=4", "actor_rollout_ref.rollout.temperature=0.7
 # What an estimator asks for
 
 
-@pytest.fixture
-def needy():
-    """A decorator that registers an estimator as "needy" for one test."""
-    yield register_adv_est("needy")
-    ADV_ESTIMATOR_REGISTRY.pop("needy", None)
-
-
-def test_an_estimator_is_given_the_roles_and_columns_that_its_arguments_name(tmp_path, tiny_model, needy):
+def test_an_estimator_is_given_the_roles_and_columns_that_it_names(tmp_path, tiny_model, restored_registries):
     seen = []
 
-    @needy
+    @register_adv_est("needy")
     def estimate(
         token_level_rewards, response_mask, values, ref_log_prob, reward_baselines, old_log_probs, entropys,
         sum_pi_squared,
@@ -430,13 +400,7 @@ def test_val_only_prints_and_records_the_checkpoint_and_leaves_the_runs_folder_a
 
 def test_a_trainer_of_the_users_has_a_stage_more_and_its_state_is_resumed(tmp_path, tiny_model):
     own = "trainer.cls=examples/novelty_trainer.py:NoveltyTrainer"
-    whole, resumed = (
-        short_run(tiny_model, tmp_path / name, own, "trainer.save_freq=2") for name in ("whole", "resumed")
-    )
-    main.run(compose(*whole))
-    from_step_2 = f"trainer.resume_from_path={tmp_path}/whole/global_step_2"
-    main.run(compose(*resumed, "trainer.resume_mode=resume_path", from_step_2))
-    metrics, again = (learning_metrics(tmp_path / name) for name in ("whole", "resumed"))
+    metrics, again = whole_and_resumed(tiny_model, tmp_path, own)
     assert [again[step] for step in (3, 4)] == [metrics[step] for step in (3, 4)]
     assert 0 < metrics[4]["novelty/bonus"] < 0.1001
 

@@ -17,7 +17,7 @@ import main
 from configs.checks import check_config
 from configs.extras import has, present
 from configs.loader import options
-from tests.runs import ROOT, compose, learning_metrics, needs_algorithms, short_run
+from tests.runs import ROOT, compose, learning_metrics, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, AdvantageEstimator, get_policy_loss
 from training.preparation import check_algorithm
 from training.roles import needed_roles
@@ -101,12 +101,6 @@ def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe, name):
 TAUGHT = {"opd", "no_rewards"}  # which learn from a teacher alone: extras/distillation/tests
 REWARDED = [name for name in map(str, AdvantageEstimator) if name not in TAUGHT]
 PAIRS = list(itertools.zip_longest(REWARDED, reversed(SHIPPED_LOSSES), fillvalue="vanilla"))
-
-
-@needs_algorithms
-def test_the_pairs_below_hold_every_name_that_is_shipped():
-    assert {name for name, _ in PAIRS} == {*REWARDED} and {loss for _, loss in PAIRS} == set(SHIPPED_LOSSES)
-    assert (len(REWARDED), len(SHIPPED_LOSSES)) == (17 + has("estimator", "prime"), 14)
 
 
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)

@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import main
 from configs.errors import ConfigError
 from data.files import read_metrics
-from data.seeding import forked_rng, rng_state, set_rng_state
+from data.seeding import rng_state
 from data.types import SamplingParams
 from tests.runs import Stopped, compose, files_of_at_most, learning_metrics, run_main, short_run, signalled, state_files
 from training.checkpoint import write_sums
 from training.ray_trainer import RayPPOTrainer
 from training.tracking import Observers
 from workers.engine import TrainEngine
-from workers.model_worker import ModelWorker
 
 # Scores that differ between samples, and that move every global generator a user may draw from.
 REWARD = """
@@ -292,19 +291,6 @@ def test_the_result_answers_like_the_trainer(settings, unbroken, monkeypatch, tm
         assert out[0, encoded["input_ids"].shape[1] :].tolist() == ids[mask.bool()].tolist()
 
 
-def draw() -> list[float]:
-    """One number of each global generator."""
-    return [random.random(), np.random.rand(), torch.rand(1).item()]
-
-
-def test_a_worker_restores_the_generators_of_its_own_process(settings, tmp_path):
-    worker = ModelWorker(compose(*settings(tmp_path)), total_steps=5, roles=["actor"])
-    worker.roles["actor"].save(tmp_path, ["model", "optimizer", "extra"], False)
-    drawn = draw()
-    worker.roles["actor"].load(tmp_path)
-    assert draw() == drawn
-
-
 def test_the_generators_of_the_trainer_win_where_it_shares_a_process_with_its_worker(settings, unbroken, tmp_path):
     """As when a run that began behind Ray, with a worker apart, goes on in one process."""
     shutil.copytree(unbroken(), tmp_path, dirs_exist_ok=True)
@@ -314,20 +300,6 @@ def test_the_generators_of_the_trainer_win_where_it_shares_a_process_with_its_wo
     write_sums(tmp_path / "global_step_3")
     main.run(compose(*settings(tmp_path)))
     assert_same_run(tmp_path, unbroken())
-
-
-def test_what_a_worker_draws_in_a_call_depends_on_the_seed_of_the_call_alone():
-    before = rng_state()
-    drawn = []
-    for seed in (1, 2, 1):
-        with forked_rng(seed):
-            drawn.append(draw())
-        after = draw()
-        set_rng_state(before)
-        assert draw() == after
-        set_rng_state(before)
-    assert drawn[0] == drawn[2]
-    assert not set(drawn[0]) & set(drawn[1])
 
 
 KILLER = '''

@@ -361,9 +361,7 @@ def test_a_reward_per_token_stays_where_it_is():
     per_token = torch.rand(2, 8) * batch.response_mask
     scored = add_scores(batch.clone(), lambda data: per_token.double() * data.response_mask, TOKENIZER)
     assert torch.equal(scored.token_level_scores, per_token)
-    with pytest.raises(
-        ValueError, match=r"scored 12 tokens that the policy did not produce.*= \[0, 2\].*response_mask"
-    ):
+    with pytest.raises(ValueError, match=r"scored 12 tokens that the policy did not .*= \[0, 2\].*response_mask"):
         score(torch.ones(2, 8), batch)
 
 
@@ -496,16 +494,6 @@ def test_what_a_dict_says_beside_the_score_becomes_columns_and_metrics_of_the_ro
     }
     assert metrics["reward/steps/mean"] == 3 and metrics["reward/steps/std"] == 1 and metrics["reward/steps/max"] == 4
     assert metrics["reward/acc/mean"] == 0.5 and not any("pred" in name for name in metrics)
-
-
-def test_a_reward_sees_texts_as_attributes_and_the_batchs_tensors_below_batch():
-    batch = rollout("4", "[x]57", reward_model=[{"ground_truth": "4"}] * 2, size=torch.tensor([[1, 2], [3, 4]]))
-    view = reward_view(batch, TOKENIZER)
-    assert view.responses.tolist() == ["4", "57"] and view[1].responses == "57" and view.get("prompts")[0] == "2+2="
-    for name in ("responses", "response_mask", "size"):
-        assert torch.equal(view.batch[name], batch.batch[name])
-        assert torch.equal(view[1].batch[name], batch.batch[name][1])
-    assert view[1].non_tensor_batch["reward_model"] == {"ground_truth": "4"} and view.size.tolist() == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(

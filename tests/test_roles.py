@@ -1,15 +1,16 @@
 """The table of roles: one of a user's file that learns, a teacher, and what a loss or a trainer asks for by name."""
 
+import math
 from pathlib import Path
 
 import pytest
-import torch
+from transformers import AutoTokenizer
 
 import main
 from configs.errors import ConfigError
 from custom.tiny_model import save_tiny_model
-from tests.runs import compose, learning_metrics, short_run
-from training.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+from tests.runs import compose, learning_metrics, short_run, whole_and_resumed
+from training.core_algos import register_policy_loss
 from training.preparation import prepare
 from training.roles import ROLES, columns_read, needed_roles
 from workers.model_worker import model_bytes
@@ -81,18 +82,11 @@ def guesser(tmp_path: Path) -> list[str]:
 
 
 def test_a_fifth_role_of_a_users_file_learns_and_is_in_checkpoints(tmp_path, tiny_model, guesser):
-    whole, resumed = (
-        short_run(tiny_model, tmp_path / name, "trainer.save_freq=2", *guesser) for name in ("whole", "resumed")
-    )
-    main.run(compose(*whole))
-    metrics = learning_metrics(tmp_path / "whole")
+    metrics, again = whole_and_resumed(tiny_model, tmp_path, *guesser)
     assert all(metrics[step]["guesser/grad_norm"] > 0 for step in (1, 2, 3, 4))
     assert sorted(part.name for part in (tmp_path / "whole/global_step_2").iterdir() if part.is_dir()) == [
         "actor", "guesser",
     ]  # fmt: skip
-    from_step_2 = f"trainer.resume_from_path={tmp_path}/whole/global_step_2"
-    main.run(compose(*resumed, "trainer.resume_mode=resume_path", from_step_2))
-    again = learning_metrics(tmp_path / "resumed")
     assert [again[step] for step in (3, 4)] == [metrics[step] for step in (3, 4)]
 
 
@@ -133,31 +127,30 @@ def test_a_users_role_has_its_settings_and_those_that_its_defaults_name(tiny_mod
 KL = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1", "env.val_episodes=0"]
 
 
-def test_a_teacher_is_a_reference_with_other_weights(tmp_path, tiny_model):
+@pytest.fixture
+def teacher(tmp_path) -> str:
     save_tiny_model(tmp_path / "teacher", seed=5, hidden_size=48, layers=2)
+    return f"actor_rollout_ref.ref.model.path={tmp_path}/teacher"
+
+
+def test_a_teacher_is_a_reference_with_other_weights(tmp_path, tiny_model, teacher):
     found = {}
-    for name, more in {"own": [], "teacher": [f"actor_rollout_ref.ref.model.path={tmp_path}/teacher"]}.items():
+    for name, more in {"own": [], "teacher": [teacher]}.items():
         main.run(compose(*short_run(tiny_model, tmp_path / name, *KL, *more, "trainer.total_training_steps=2")))
         found[name] = learning_metrics(tmp_path / name)
     assert found["own"][1]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
     assert found["teacher"][1]["actor/kl_loss"] > 1e-3
 
 
-def test_a_teacher_that_nobody_listens_to_is_refused(tmp_path, tiny_model):
-    save_tiny_model(tmp_path / "teacher", seed=5, hidden_size=48, layers=2)
-    teacher = f"actor_rollout_ref.ref.model.path={tmp_path}/teacher"
+def test_a_teacher_that_nobody_listens_to_is_refused(tmp_path, tiny_model, teacher):
     with pytest.raises(ConfigError, match=r"ref\.model\.path names a teacher, and nothing reads ref_log_prob"):
         prepare(compose(*short_run(tiny_model, tmp_path / "run", teacher, NO_KL, "env.val_episodes=0")))
 
 
-def test_a_teacher_of_other_tokens_is_refused(tmp_path, tiny_model):
-    from transformers import AutoTokenizer
-
-    save_tiny_model(tmp_path / "teacher", seed=5, hidden_size=48, layers=2)
+def test_a_teacher_of_other_tokens_is_refused(tmp_path, tiny_model, teacher):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "teacher")
     tokenizer.add_tokens(["<other>"])
     tokenizer.save_pretrained(tmp_path / "teacher")
-    teacher = f"actor_rollout_ref.ref.model.path={tmp_path}/teacher"
     with pytest.raises(ValueError, match=r"ref\.model\.path.*other tokens than the policy"):
         prepare(compose(*short_run(tiny_model, tmp_path / "run", teacher, *KL)))
 
@@ -171,12 +164,8 @@ def test_a_loss_that_names_a_column_has_its_role_play(tmp_path, tiny_model):
         gap = (log_prob - ref_log_prob) * response_mask
         return (gap**2).sum() / config.global_batch_info["batch_num_tokens"] - (log_prob * advantages).sum() * 0, {}
 
-    try:
-        overrides = ["actor_rollout_ref.actor.policy_loss.loss_mode=towards_the_reference", "env.val_episodes=0"]
-        config = compose(*short_run(tiny_model, tmp_path, *overrides, "trainer.total_training_steps=1"))
-        assert "ref_log_prob" in columns_read(config) and "ref" in needed_roles(config)
-        main.run(config)
-        assert seen and all(seen)
-    finally:
-        POLICY_LOSS_REGISTRY.pop("towards_the_reference", None)
-    assert torch.isfinite(torch.tensor(learning_metrics(tmp_path)[1]["actor/pg_loss"]))
+    overrides = ["actor_rollout_ref.actor.policy_loss.loss_mode=towards_the_reference", "env.val_episodes=0"]
+    config = compose(*short_run(tiny_model, tmp_path, *overrides, "trainer.total_training_steps=1"))
+    assert "ref_log_prob" in columns_read(config) and "ref" in needed_roles(config)
+    main.run(config)
+    assert seen and all(seen) and math.isfinite(learning_metrics(tmp_path)[1]["actor/pg_loss"])

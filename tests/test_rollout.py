@@ -133,9 +133,7 @@ def stopped(done: Completion, stops: set[int]) -> Completion:
 
 @pytest.mark.parametrize("forward", [OFF])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
-    tokenizer: PreTrainedTokenizerBase, family: str, forward: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(tokenizer, family, forward, monkeypatch):
     """Ragged and equal prompts, ends at several steps, three places for 15 rows, and all at once; fresh memory is NaN,
     which no mask keeps out of a sum."""
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape, torch.nan))
@@ -183,9 +181,7 @@ def assert_same(found: list[Completion], wanted: dict[int, Completion]) -> None:
 
 @pytest.mark.parametrize("forward", [OFF])
 @pytest.mark.parametrize("family", ["Llama, 2 query heads a key head", "Mistral, a window shorter than the sequences"])
-def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joined(
-    tokenizer: PreTrainedTokenizerBase, family: str, forward: str
-):
+def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joined(tokenizer, family, forward):
     """With places for all and for few; all at once, and some more every few steps, while others run."""
     model, rows = random_model(family, forward), mixed_requests(17)
     alone = {row.id: make_rollout(model, tokenizer, (7, 40, 80)).generate([row])[0] for row in rows}
@@ -229,17 +225,19 @@ def test_generation_leaves_no_trace_on_the_model(tokenizer, monkeypatch: pytest.
         stand_ins = any("stand_in" in vars(layer) for layer in model.modules())
         return model.training and model.config._attn_implementation == attention and not stand_ins
 
+    def add_all() -> None:
+        for row, ids in enumerate(PROMPTS):
+            rollout.add(Request(row, ids, GREEDY, row))
+
     generate(rollout, PROMPTS, GREEDY)
     assert is_as_before()
-    for row, ids in enumerate(PROMPTS):
-        rollout.add(Request(row, ids, GREEDY, row))
+    add_all()
     assert is_as_before()
     rollout.step()
     assert not model.training and not is_as_before()
     drain(rollout)
     assert is_as_before()
-    for row, ids in enumerate(PROMPTS):
-        rollout.add(Request(row, ids, GREEDY, row))
+    add_all()
     rollout.step()
     assert not is_as_before()
     rollout.abort(range(5))
@@ -248,8 +246,7 @@ def test_generation_leaves_no_trace_on_the_model(tokenizer, monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="call 3"):
         generate(rollout, PROMPTS, GREEDY)
     assert is_as_before() and not rollout.has_unfinished_requests()
-    for row, ids in enumerate(PROMPTS):
-        rollout.add(Request(row, ids, GREEDY, row))
+    add_all()
     monkeypatch.setattr(hf_rollout, "sample_rows", fail_at_call(1))
     with pytest.raises(RuntimeError, match="call 1"):
         rollout.step()
@@ -304,16 +301,6 @@ def test_no_uniform_number_leads_to_a_token_of_probability_zero(width: int):
         assert log_probs.tolist() == [0] * len(chosen)
 
 
-def test_rows_with_several_samplings_draw_as_each_would_alone():
-    logits = 2 * torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
-    uniforms = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    samplings = [sampling(temperature=0.7), GREEDY, sampling(top_k=5), sampling(top_p=0.5)]
-    chosen, log_probs = sample_rows(logits, {s: torch.arange(n, 40, 4) for n, s in enumerate(samplings)}, uniforms)
-    for row in range(40):
-        token, log_prob = sample(logits[row : row + 1], samplings[row % 4], uniforms[row : row + 1])
-        assert chosen[row] == token and log_probs[row] == log_prob
-
-
 @pytest.mark.parametrize("width", [7, 128, 1000])
 def test_a_token_is_drawn_by_exactly_its_share_of_the_uniform_numbers(width: int):
     """Evenly spaced numbers hit each token in proportion to its probability, to within one of them."""
@@ -340,9 +327,7 @@ def test_a_token_is_drawn_by_exactly_its_share_of_the_uniform_numbers(width: int
         (None, "{{ '<|user|>' + messages[0].content + '<|system|>' }}", {"<|end|>"}),  # renders no answer
     ],
 )
-def test_the_stop_set_is_generation_config_and_tokenizer_and_template(
-    tokenizer: PreTrainedTokenizerBase, declared: str | list[str] | None, template: str | None, wanted: set[str]
-):
+def test_the_stop_set_is_generation_config_and_tokenizer_and_template(tokenizer, declared, template, wanted):
     own = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     own.chat_template = template
     config = GenerationConfig(eos_token_id=own.convert_tokens_to_ids(declared)) if declared else None

@@ -45,13 +45,11 @@ def test_it_is_nothing_for_equal_log_probs_and_for_no_tokens_and_stays_finite():
     assert all(map(math.isfinite, floats(rollout_mismatch(log_probs, log_probs - 1000, mask)).values()))
 
 
-def test_a_maximum_is_pooled_as_one():
+def test_a_mean_of_a_micro_batch_without_tokens_does_not_count():
     metrics = PooledMetrics()
-    for value in (1.5, 4.0, 2.0):
-        metrics.add_max("largest", torch.tensor(value))
-        metrics.add_mean("mean", value, 2)
-    metrics.add_mean("mean", math.nan, 0)  # of a micro-batch without tokens
-    assert metrics.reduce() == {"largest": 4.0, "mean": 2.5}
+    metrics.add_mean("mean", 2.5, 2)
+    metrics.add_mean("mean", math.nan, 0)
+    assert metrics.reduce() == {"mean": 2.5}
 
 
 @pytest.fixture(scope="module")

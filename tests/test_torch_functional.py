@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.batches import close
 from training.core_algos import clip_by_value, masked_mean, masked_sum, masked_var, masked_whiten, zero_masked
@@ -31,22 +29,6 @@ def test_masked_statistics_agree_with_verl_for_every_mask_dtype(mask_dtype):
     whitened = [[0.944911, -0.818923, -1.70084, 0.944911], [0.503953, 0.503953, -0.377965, 0.944911]]
     close(masked_whiten(VALUES, mask), whitened)
     close(masked_whiten(VALUES, mask, shift_mean=False), torch.tensor(whitened) - 0.071429)
-
-
-@given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), min_size=1, max_size=12))
-@settings(max_examples=50, deadline=None)
-def test_masked_statistics_equal_those_of_the_selected_list(entries):
-    selected = [value for value, keep in entries if keep]
-    values = torch.tensor([value if keep else NAN for value, keep in entries], dtype=torch.float64)
-    mask = torch.tensor([keep for _, keep in entries])
-    mean = sum(selected) / max(len(selected), 1)
-    close(masked_sum(values, mask), float(sum(selected)))
-    close(masked_mean(values, mask), mean)
-    if len(selected) > 1:
-        variance = sum((value - mean) ** 2 for value in selected) / (len(selected) - 1)
-        close(masked_var(values, mask), variance)
-        expected = [(value - mean) / math.sqrt(variance + 1e-8) for value in selected]
-        close(masked_whiten(values, mask)[mask], torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("hidden", [NAN, INF, -INF])
@@ -92,34 +74,9 @@ def test_logprobs_and_entropy_are_float32_and_equal_a_loop_over_positions(dtype)
     assert torch.equal(logprobs_from_logits(logits, labels), log_probs)
 
 
-def test_logprobs_and_entropy_have_the_gradients_of_softmax():
-    torch.manual_seed(1)
-    logits = torch.randn(2, 4, requires_grad=True)
-    labels = torch.tensor([3, 0])
-    probs = logits.detach().softmax(-1)
-    (by_log_prob,) = torch.autograd.grad(logprobs_from_logits(logits, labels).sum(), logits)
-    close(by_log_prob, torch.nn.functional.one_hot(labels, 4) - probs)
-    (by_entropy,) = torch.autograd.grad(logprobs_and_entropy_from_logits(logits, labels)[1].sum(), logits)
-    entropy = -(probs * probs.log()).sum(-1, keepdim=True)
-    close(by_entropy, -probs * (probs.log() + entropy))
-
-
-QUARTER = 0.4 * math.cos(math.pi / 4)
-
-
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # the others: tests/test_engine.py
     ("settings", "multipliers"),
     [
-        ({"kind": "constant", "warmup_steps": 4, "total_steps": 9}, [0, 0.25, 0.5, 0.75, 1, 1]),
-        ({"kind": "constant", "warmup_steps": 0, "total_steps": 9}, [1]),
-        (
-            {"kind": "linear", "warmup_steps": 2, "total_steps": 6, "min_lr_ratio": 0.2},
-            [0, 0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2],
-        ),
-        (
-            {"kind": "cosine", "warmup_steps": 2, "total_steps": 6, "min_lr_ratio": 0.2},
-            [0, 0.5, 1, 0.6 + QUARTER, 0.6, 0.6 - QUARTER, 0.2],
-        ),
         ({"kind": "cosine", "warmup_steps": 0, "total_steps": 4, "num_cycles": 1.0}, [1, 0.5, 0, 0.5, 1]),
         ({"kind": "cosine", "warmup_steps": 0, "total_steps": 0}, [1]),
         (  # 2 warm-up steps, then 10: 8 stable, 2 of decay

@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,6 @@ from configs.errors import ConfigError, notice
 from configs.schema import Config, TrainerConfig
 from data.files import read_metrics
 from data.types import Observer
-from tests.forked import python
 from tests.runs import files_of_at_most
 from training import tracking
 from training.metric_utils import timer
@@ -137,19 +135,6 @@ def test_a_fresh_start_sets_earlier_records_aside(tmp_path):
     assert (tmp_path / f"{METRICS_FILE}.bak-1").read_bytes() == first
     assert (tmp_path / f"{METRICS_FILE}.bak-2").read_bytes() == second
     assert (tmp_path / METRICS_FILE).read_bytes() == third
-
-
-def test_a_killed_process_leaves_the_steps_it_logged(tmp_path):
-    program = f"""
-import os, signal
-from tests.test_tracking import start
-track = start({str(tmp_path)!r})
-track.log(1, {{"x": 1.0}})
-track.log(2, {{"x": 2.0}})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert python("-c", program).returncode == -signal.SIGKILL
-    assert recorded_steps(tmp_path) == [1, 2]
 
 
 def test_metrics_that_a_full_disk_does_not_take_wait_and_none_is_lost(tmp_path, caplog):
@@ -278,7 +263,8 @@ def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, c
 def run_on_a_terminal(program: str) -> tuple[int, str]:
     """Exit status and output of a python program that runs on a terminal."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    given = {"cwd": ROOT, "env": {**os.environ, "TERM": "xterm", "COLUMNS": "120"}}
+    process = subprocess.Popen([sys.executable, "-c", program], **given, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     output = b""
     while chunk := read_terminal(ours):
@@ -297,10 +283,8 @@ def read_terminal(terminal: int) -> bytes:
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
-def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_path, monkeypatch):
+def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_path):
     """…of a run that nobody closes."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
     program = f"""
 import sys
 from tests.test_tracking import STEP, start
@@ -323,9 +307,7 @@ raise RuntimeError("out of memory")
     assert output.rindex(SHOW_CURSOR) > output.rindex("step 2/10")
 
 
-def test_on_a_terminal_a_stage_that_takes_long_says_so_until_it_is_over_but_not_over_a_debugger(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+def test_on_a_terminal_a_stage_that_takes_long_says_so_until_it_is_over_but_not_over_a_debugger(tmp_path):
     program = f"""
 import bdb, time
 from tests.test_tracking import start

@@ -9,7 +9,7 @@ from unittest.mock import ANY, MagicMock, Mock, call
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import main
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
@@ -30,8 +30,17 @@ from workers.weight_sync import sync_class
 LENGTHS = {"prompt_length": 40, "response_length": 12}
 
 
-def test_settings_become_those_of_vllm_and_engine_kwargs_have_the_last_word(wide_headed_model: Path):
-    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+@pytest.fixture
+def model(wide_headed_model: Path) -> PreTrainedModel:
+    return load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+
+
+def engine_of(model: PreTrainedModel, **settings: object) -> vLLMRollout:
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    return vLLMRollout(RolloutConfig(**LENGTHS, **settings), tokenizer, model)
+
+
+def test_settings_become_those_of_vllm_and_engine_kwargs_have_the_last_word(model, wide_headed_model: Path):
     own = {"vllm": {"block_size": 64, "seed": None}, "sglang": {"log_level": "info"}}
     config = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=128, engine_kwargs=own, load_format="auto", **LENGTHS)
     found = engine_settings(config, model)
@@ -47,10 +56,9 @@ def test_settings_become_those_of_vllm_and_engine_kwargs_have_the_last_word(wide
     assert (found["max_num_batched_tokens"], found["enable_chunked_prefill"]) == (52, False)  # a prompt goes in whole
 
 
-def test_the_cache_on_a_cpu_holds_what_runs_side_by_side(wide_headed_model: Path):
+def test_the_cache_on_a_cpu_holds_what_runs_side_by_side(model):
     """2 layers × keys and values × 4 heads × 32 numbers × 4 bytes × 32 tokens a block; 52 tokens are 2 blocks."""
-    text = load_causal_lm(ModelConfig(path=str(wide_headed_model))).config
-    block = 2 * 2 * 4 * 32 * 4 * 32
+    text, block = model.config, 2 * 2 * 4 * 32 * 4 * 32
     assert cpu_cache_bytes(RolloutConfig(max_num_seqs=10, **LENGTHS), text, 4) == block * (10 * 2 + 2)
     assert cpu_cache_bytes(RolloutConfig(max_num_seqs=10, **LENGTHS), text, 2) == block // 2 * (10 * 2 + 2)
     assert cpu_cache_bytes(RolloutConfig(max_num_seqs=10**6, **LENGTHS), text, 4) == 1 << 30
@@ -61,20 +69,16 @@ def test_the_cache_on_a_cpu_holds_what_runs_side_by_side(wide_headed_model: Path
 def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model: Path):
     model = load_causal_lm(ModelConfig(path=str(tiny_model)))
     with pytest.raises(ValueError, match=r"heads of 32, 64, .* numbers, and this model's have 8\."):
-        vLLMRollout(RolloutConfig(**LENGTHS), AutoTokenizer.from_pretrained(tiny_model), model)
+        engine_of(model)
 
 
 @pytest.mark.parametrize(("device", "free_cache"), [("cuda", True), ("cuda", False), ("cpu", True)])
-def test_it_sleeps_and_wakes_in_one_order(
-    wide_headed_model: Path, monkeypatch: pytest.MonkeyPatch, device: str, free_cache: bool
-):
+def test_it_sleeps_and_wakes_in_one_order(model, monkeypatch: pytest.MonkeyPatch, device: str, free_cache: bool):
     """Weights, new weights, cache; twice is once. vLLM's own engine cannot sleep on a CPU."""
     engine = Mock()
     monkeypatch.setattr(vllm_rollout_spmd, "start_engine", lambda config, model, place: engine)
     monkeypatch.setattr(vLLMRollout, "_alone", lambda self: nullcontext())
-    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
-    config = RolloutConfig(free_cache_engine=free_cache, **LENGTHS)
-    rollout = vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
+    rollout = engine_of(model, free_cache_engine=free_cache)
     rollout.device = torch.device(device)
     rollout.sleep(), rollout.sleep()
     if rollout.lost_weights:
@@ -139,11 +143,9 @@ def test_a_config_has_one_folder_whatever_run_asks(tiny_model: Path, tmp_path: P
 
 
 @needs_vllm
-def test_prompts_that_together_exceed_a_step_draw_as_they_do_alone(wide_headed_model: Path):
+def test_prompts_that_together_exceed_a_step_draw_as_they_do_alone(model):
     """The third and the fourth prompt, which the budget would cut, wait for the next step."""
-    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
-    config = RolloutConfig(max_num_batched_tokens=64, max_num_seqs=8, **LENGTHS)
-    rollout = vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
+    rollout = engine_of(model, max_num_batched_tokens=64, max_num_seqs=8)
     sampling = SamplingParams(True, 1.0, -1, 1.0, 4)
     requests = [Request(number, [5 + number] * 25, sampling, number) for number in range(4)]
     together = {done.id: done.token_ids for done in rollout.generate(requests)}
@@ -162,7 +164,7 @@ def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
             matrix.mul_(2)  # a random model is nearly uniform
     policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.bfloat16)
     with policy.autocast():
-        rollout = vLLMRollout(RolloutConfig(**LENGTHS), AutoTokenizer.from_pretrained(wide_headed_model), model)
+        rollout = engine_of(model)
         sync = sync_class()(rollout, policy)
         sync.update(0)
         with torch.no_grad():
@@ -179,8 +181,7 @@ def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_hea
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model), lora_rank=4, lora_alpha=3))
     weights = [weight for name, weight in model.named_parameters() if model.adapter.is_own(name)]
     policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
-    config = RolloutConfig(load_lora="adapter", **LENGTHS)
-    engine = vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
+    engine = engine_of(model, load_lora="adapter")
     rollout = ColocatedRollout(compose(), Mock(), engine, policy)
     rollout.update_weights(0)
     load_weights = Mock(side_effect=AssertionError)
@@ -218,11 +219,9 @@ def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_hea
 
 
 @needs_vllm
-def test_an_argument_that_vllm_does_not_know_is_named(wide_headed_model: Path):
-    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
-    config = RolloutConfig(engine_kwargs={"vllm": {"block_sise": 32}}, **LENGTHS)
+def test_an_argument_that_vllm_does_not_know_is_named(model):
     with pytest.raises(ValueError, match=r"engine_kwargs\.vllm=.*block_sise.*vllm\.EngineArgs"):
-        vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
+        engine_of(model, engine_kwargs={"vllm": {"block_sise": 32}})
 
 
 def vllm_run(model: Path, run: Path, *more: str) -> list[str]:
@@ -288,8 +287,7 @@ def test_an_engine_for_each_of_two_workers_or_split_over_them_equals_one(tmp_pat
     assert shared() <= before, "a later run would find what this one shared"
 
 
-def test_a_model_that_cannot_be_split_so_is_refused(wide_headed_model: Path):
-    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+def test_a_model_that_cannot_be_split_so_is_refused(model):
     assert engine_settings(RolloutConfig(**LENGTHS), model).get("tensor_parallel_size") is None
     with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: the model has intermediate_size=341, which"):
         engine_settings(RolloutConfig(tensor_model_parallel_size=2, **LENGTHS), model)
