@@ -237,9 +237,7 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(
-    cluster: None, workers: int, capfd, monkeypatch
-):
+def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(cluster, workers, capfd, monkeypatch):
     monkeypatch.setattr("workers.deadlines.NOTICE_SECONDS", 0.2)
     monkeypatch.setattr("workers.deadlines.longest", {})
     made = RayWorkerGroup(Resources(workers, threads=1, gpus=0), EchoWorker)
@@ -312,9 +310,7 @@ def test_what_others_wait_for_may_be_slow_but_not_silent():
         wait.check()
     wait.late = [1, 2]
     wait._look(25.0)
-    with pytest.raises(
-        WorkerError, match=r"rank 2 .*says nothing for 25 s: stopped, swapped out, or its machine is gone"
-    ):
+    with pytest.raises(WorkerError, match=r"rank 2 .*says nothing for 25 s: stopped, swapped out, or"):
         wait.check()
     wait.late = [0, 2]
     assert "is here" not in str(wait), "the first may wait for the silent one"
@@ -475,8 +471,6 @@ def test_neighbours_in_rank_are_on_one_machine():
         classes = [remote_class(asked, placement, rank) for rank in range(4)]
         bundles = [made._default_options["scheduling_strategy"].placement_group_bundle_index for made in classes]
         assert bundles == [0, 0, 1, 1] and len(set(nodes.values())) == 2
-        with pytest.raises(ConfigError, match=r"asked: 12 workers .* Ray at .*, 2 machines × \(✗ 4 CPU, 0 GPU\)"):
-            reserve(Resources(workers=12, threads=1, gpus=0, nodes=3))
     finally:
         ray.shutdown()
         machines.shutdown()
@@ -567,20 +561,21 @@ def test_the_driver_of_a_ray_run_leaves_cuda_alone(monkeypatch: pytest.MonkeyPat
         run(full_run(tiny_model, tmp_path, "trainer.executor=ray", "trainer.n_gpus_per_node=1"))
 
 
-def test_settings_that_a_worker_refuses_are_refused_as_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    """In one line, without the worker's traceback."""
-    failure = ray.exceptions.RayTaskError("build", "a traceback", ConfigError("it does not fit"))
+@pytest.mark.parametrize(
+    ("failure", "error", "said"),
+    [
+        (("build", "a traceback", ConfigError("it does not fit")), ConfigError, "^it does not fit$"),
+        (
+            ("update", "Timed out waiting 600000ms for recv", RuntimeError()),
+            WorkerError,
+            r"(?s)rank 0 failed:.*actor_rollout_ref\.nccl_timeout .* rank 1, rank 2",
+        ),
+    ],
+)
+def test_a_workers_refusal_is_its_own_line_and_a_wait_in_vain_names_the_ranks(failure, error, said, monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls[:1], calls[1:]))
-    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=failure))
-    with pytest.raises(ConfigError, match="it does not fit"):
-        RayPending(["call"], Wait("build", [], lambda _: None)).result()
-
-
-def test_ranks_that_another_waited_for_in_vain_are_named(monkeypatch: pytest.MonkeyPatch):
-    failure = ray.exceptions.RayTaskError("update", "Timed out waiting 600000ms for recv", RuntimeError())
-    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls[:1], calls[1:]))
-    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=failure))
-    with pytest.raises(WorkerError, match=r"(?s)rank 0 failed:.*actor_rollout_ref\.nccl_timeout .* rank 1, rank 2"):
+    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=ray.exceptions.RayTaskError(*failure)))
+    with pytest.raises(error, match=said):
         RayPending(["one", "other", "third"], Wait("update", [], lambda _: None)).result()
 
 
@@ -618,7 +613,6 @@ def test_the_worker_leaves_the_callers_random_numbers_alone(tiny_model: Path, tm
     [
         (["trainer.n_gpus_per_node=0"], Resources(1, 8, 0)),
         (["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=3"], Resources(3, 2, 0)),  # they share the cores
-        (["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=9"], Resources(9, 1, 0)),
         (["trainer.n_gpus_per_node=4", "trainer.nnodes=2"], Resources(8, 2, 1, 2)),
         (["trainer.n_gpus_per_node=4", "trainer.n_workers_per_node=2", "trainer.n_threads=5"], Resources(4, 5, 1)),
     ],

@@ -222,9 +222,7 @@ def test_a_subclass_brings_rows_without_files(tokenizer):
 def test_rows_made_on_demand_keep_to_the_length_limit(tokenizer):
     cut = States(tokenizer, DataConfig(max_prompt_length=2, truncation="left"))
     assert text(tokenizer, cut[12]["raw_prompt_ids"]) == "12"
-    with pytest.raises(
-        ValueError, match=r"States, row 12: the prompt has 8 tokens, more than data.max_prompt_length=7"
-    ):
+    with pytest.raises(ValueError, match=r"States, row 12: the prompt has 8 tokens, more than data.max_prompt_len"):
         States(tokenizer, DataConfig(max_prompt_length=7))[12]
 
 
@@ -413,9 +411,7 @@ def test_overlong_rows_of_a_users_dataset_are_dropped_counted_and_listed_at_the_
 
 def test_overlong_rows_of_a_users_dataset_are_refused_at_the_start_unless_they_may_be_dropped_or_cut(tokenizer):
     keep = DataConfig(max_prompt_length=5, filter_overlong_prompts=False)
-    with pytest.raises(
-        ValueError, match=r"Growing, row 5: the prompt has 6 tokens, more than .*filter_overlong_prompts"
-    ):
+    with pytest.raises(ValueError, match=r"Growing, row 5: .* 6 tokens, more than .*filter_overlong_prompts"):
         overlong_rows(Growing(), tokenizer, keep)
     with pytest.raises(ValueError, match=r"all 9 prompts are longer than .*=0 tokens, the longest has 9"):
         overlong_rows(Growing(), tokenizer, DataConfig(max_prompt_length=0))

@@ -9,11 +9,9 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from threading import Timer
 
 import pytest
-from transformers import GenerationConfig
 
 import main
 from configs.errors import ConfigError
@@ -188,20 +186,6 @@ def test_what_cannot_be_resumed_from_is_said_and_refused(tiny_model, tmp_path, m
     lacking = "saved without model, optimizer, extra"
     assert f"step 1 of 2, which is {lacking}: it cannot be resumed from.\n" in capsys.readouterr().out
     assert f"global_step_1 was {lacking}" in refusal(capsys, *command)
-
-
-@pytest.fixture
-def sampling_model(tiny_model, tmp_path) -> Path:
-    """A model whose generation_config transformers loads, and refuses to save."""
-    model = shutil.copytree(tiny_model, tmp_path / "sampling_model")
-    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    return model
-
-
-def test_a_model_whose_generation_config_cannot_be_saved_is_mended(sampling_model, tmp_path):
-    main.run(compose(*short_run(sampling_model, tmp_path / "run", *TWO_STEPS)))
-    saved = GenerationConfig.from_pretrained(tmp_path / "run/global_step_2/actor/huggingface")
-    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.6, 0.95)
 
 
 OBJECTS = """

@@ -109,17 +109,6 @@ def test_resuming_after_any_batch_continues_the_unbroken_run(num_rows, batch_siz
         assert [seen(resumed.next_batch()) for _ in range(num_batches - k)] == unbroken[k:], f"resumed after {k}"
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 5))
-def test_every_epoch_holds_each_row_once(num_rows, batch_size, seed):
-    rows = Numbers(num_rows)
-    loader = PromptLoader(rows, batch_size, make_sampler(rows, seed=seed), drop_last=False)
-    for epoch in range(3):
-        batches = [seen(loader.next_batch()) for _ in range(len(loader))]
-        assert loader.epoch == epoch
-        assert sorted(index for batch in batches for index in batch) == list(range(num_rows))
-
-
 def test_iterating_an_epoch_repeats_it_and_leaves_the_position():
     rows = Numbers(10)
     loader, untouched = (PromptLoader(rows, 3, make_sampler(rows)) for _ in range(2))

@@ -41,9 +41,9 @@ class Desk:
     def rows(self, rows: list[dict]) -> None:
         self.write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
-    def command(self, *overrides: str, run: str = "run") -> list[str]:
+    def command(self, *overrides: str) -> list[str]:
         return [
-            *short_run(self.model, self.folder / run, f"trainer.total_training_steps={STEPS}"),
+            *short_run(self.model, self.folder / "run", f"trainer.total_training_steps={STEPS}"),
             f"data.train_files={self.folder}/rows.jsonl",
             f"reward.custom_reward_function.path={self.folder}/my_reward.py",
             "algorithm.adv_estimator=grpo",
@@ -53,10 +53,10 @@ class Desk:
             *overrides,
         ]
 
-    def train(self, *overrides: str, run: str = "run") -> dict[int, dict[str, float]]:
+    def train(self, *overrides: str) -> dict[int, dict[str, float]]:
         """The metrics of each step."""
-        main.run(compose(*self.command(*overrides, run=run), name="ppo_trainer"))
-        return learning_metrics(self.folder / run)
+        main.run(compose(*self.command(*overrides), name="ppo_trainer"))
+        return learning_metrics(self.folder / "run")
 
     def refused(self, capsys: pytest.CaptureFixture, *overrides: str) -> str:
         """The line in which main.py ends."""
