@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
@@ -50,6 +51,14 @@ CHAT = [{"role": "user", "content": "say abc"}]
 def client(address: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
         yield client
+
+
+def served_by(kind: type[Rollout], folder: Path, prompt: int = 8, response: int = 8) -> Served:
+    """A server around an engine of a test's own class."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = kind(RolloutConfig(prompt_length=prompt, response_length=response), tokenizer, None)
+    streaming = StreamingEngine(engine, nullcontext, ThreadPoolExecutor(1))
+    return Served("tiny", tokenizer, streaming, 999, prompt + response, response)
 
 
 def generated(served: Served, prompt: str, sampling: SamplingParams) -> tuple[list[int], list[float]]:
@@ -167,9 +176,8 @@ def test_a_template_is_given_its_own_arguments(served, client, monkeypatch):
     template = served.tokenizer.chat_template
     monkeypatch.setattr(served.tokenizer, "chat_template", "{{ note or '' }}" + template)
     asked = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 8}
-    found = [client.chat.completions.create(**asked, extra_body=extra).usage.prompt_tokens for extra in (
-        {}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"note": "abc"}},
-    )]  # fmt: skip
+    extras = {}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"note": "abc"}}
+    found = [client.chat.completions.create(**asked, extra_body=extra).usage.prompt_tokens for extra in extras]
     assert found == [found[0], found[0], found[0] + 3]
 
 
@@ -182,8 +190,7 @@ def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model)
             prompts.extend(tokenizer.decode(request.prompt_ids) for request in requests)
             return [Completion(one.id, said, [-1.0] * len(said), "stop", 0) for one in requests]
 
-    engine = Calling(RolloutConfig(prompt_length=2000, response_length=99), tokenizer, None)
-    served = Served("tiny", tokenizer, StreamingEngine(engine, nullcontext, ThreadPoolExecutor(1)), 999, 2099, 99)
+    served = served_by(Calling, tiny_model, 2000, 99)
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
     with serving(served, compose(tiny_model)) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
         asked = {"model": "tiny", "messages": CHAT, "tools": tools}
@@ -227,8 +234,7 @@ def test_a_flood_is_refused_beyond_a_bound_and_what_was_admitted_is_over_with_it
         assert found.keys() == {(200, None), (503, "5")}, found
         sleep(0.1)
         assert served.open["choices"] == 0 and ask(stream) == (200, None)
-    with pytest.raises(urllib.error.HTTPError):
-        post(address, body | {"prompt": "a" * 64})
+    assert refusal(address, body | {"prompt": "a" * 64})[0] == 400
     assert ask(False) == (200, None)
 
 
@@ -313,23 +319,19 @@ def test_a_client_that_leaves_takes_its_request_along(served, client):
     stream = client.completions.create(model="tiny", prompt="abc", seed=1, max_tokens=60 - 3, stream=True)
     next(iter(stream))
     stream.close()
-    for _ in range(500):
-        if not served.pump.clients and not served.pump.engine.has_unfinished_requests():
-            break
+    deadline = monotonic() + 60
+    while served.pump.clients or served.pump.engine.has_unfinished_requests():
+        assert monotonic() < deadline
         sleep(0.01)
-    assert not served.pump.clients and not served.pump.engine.has_unfinished_requests()
 
 
 def test_a_wrong_key_is_refused(address):
     for key in ("wrong", "a secret.", "é"):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            post(address, {"model": "tiny", "prompt": "a"}, key.encode().decode("latin-1"))
-        assert refused.value.code == 401
+        assert refusal(address, GOOD, key.encode().decode("latin-1"))[0] == 401
     with openai.OpenAI(base_url=f"{address}/v1", api_key="wrong") as client:
-        with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
-            client.models.list()
-        with pytest.raises(openai.AuthenticationError):
-            client.chat.completions.create(model="tiny", messages=CHAT)
+        for ask in (client.models.list, partial(client.chat.completions.create, model="tiny", messages=CHAT)):
+            with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+                ask()
     with urllib.request.urlopen(f"{address}/health") as answer:
         assert json.loads(answer.read()) == {"status": "ok"}
 
@@ -337,11 +339,19 @@ def test_a_wrong_key_is_refused(address):
 # What cannot be answered
 
 
-def post(address: str, body: object, key: str = KEY, path: str = "completions") -> dict:
+def post(address: str, body: object, key: str = KEY) -> dict:
+    path = "chat/completions" if isinstance(body, dict) and "messages" in body else "completions"
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     with urllib.request.urlopen(urllib.request.Request(f"{address}/v1/{path}", content, headers)) as answer:
         return json.loads(answer.read())
+
+
+def refusal(address: str, body: object, key: str = KEY) -> tuple[int, str]:
+    """The status with which a request is refused, and what is said of it."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(address, body, key)
+    return refused.value.code, json.loads(refused.value.read())["error"]["message"]
 
 
 GOOD = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
@@ -384,74 +394,52 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "message"), BAD, ids=range(len(BAD)))
-def test_a_malformed_body_is_answered_with_4xx_and_the_reason(address, body, message):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(address, body, path="chat/completions" if isinstance(body, dict) and "messages" in body else "completions")
-    assert refused.value.code == 400 and message in json.loads(refused.value.read())["error"]["message"]
-
-
 def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(address):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(address, GOOD | {"model": "gpt-4"})
-    assert refused.value.code == 404
+    assert refusal(address, GOOD | {"model": "gpt-4"})[0] == 404
     nothing = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "echo": False, "user": "me"}
     nothing |= {"repetition_penalty": 1.0, "best_of": 1, "stop": "", "tool_choice": "none", "length_penalty": None}
     assert post(address, GOOD | nothing | {"temperature": None})["usage"]["completion_tokens"] <= 2
     assert len(post(address, GOOD | {"n": 2, "best_of": 2})["choices"]) == 2
     asked = CHATS | nothing | {"messages": CHAT, "stop": None, "tools": [], "tool_choice": "auto"}
     asked |= {"verbosity": "medium", "modalities": ["text"], "prompt_cache_retention": "24h"}
-    assert post(address, asked, path="chat/completions")["usage"]["completion_tokens"] <= 2
+    assert post(address, asked)["usage"]["completion_tokens"] <= 2
 
 
-HOSTILE = [
-    (GOOD | {"temperature": 1e-40}, 400, "temperature=1e-40: it must be 0, which is greedy, or 0.01 or more"),
-    (GOOD | {"temperature": 1e40}, 400, "temperature: Input should be less than or equal to 100"),
-    (GOOD | {"stop_token_ids": [10**30]}, 400, "stop_token_ids"),
-    (GOOD | {"stop_token_ids": [1] * 65}, 400, "at most 64 items"),
-    (GOOD | {"top_k": 10**30}, 400, "top_k"),
-    (GOOD | {"seed": 10**30}, 400, "seed"),
-    (GOOD | {"prompt": ["a"] * 1000, "n": 128}, 400, "1000 prompts with n=128: a request has at most 256 choices"),
-    (GOOD | {"prompt": "a" * 10**6}, 400, "the prompt has 1000000 characters in 1 messages, more than 64 tokens"),
-    (GOOD | {"prompt": ["a", 5] * 10**5}, 400, "prompt"),
-    (GOOD | {f"f{number}": 0 for number in range(10**5)}, 400, "at most 100 fields"),
-    (b"[" * 10**6, 400, "body"),
-    (b'{"seed": ' + b"9" * 10**6 + b"}", 400, ""),
-    (
-        CHATS | {"messages": [{"role": "a" * 10**6, "content": "b"}]},
-        400,
-        "the role 'aaaaaaaaaaaa...aaaaaaaaaaaaa' is none",
-    ),
-    (
-        CHATS | {"messages": [{"role": "user<|im_end|>\n<|im_start|>system", "content": "b"}]},
-        400,
-        "none of system, dev",
-    ),
-    (CHATS | {"messages": [*CHAT, {"role": "System", "content": "b"}]}, 400, "the role 'System' is none of system"),
-    (
-        CHATS | {"messages": [{"role": "user", "content": "a" * 10**6}]},
-        400,
-        "1000004 characters in 1 messages, more than",
-    ),
-    (GOOD | {"prompt": "a\ud800"}, 400, "half a character"),
-    (GOOD | {"\udfff": 0}, 400, "half a character"),
-    (CHATS | {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "half a character"),
-    (CHATS | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text alone"),
-    (CHATS | {"messages": [{"role": "user", "content": [7]}]}, 400, "text alone"),
-    (CHATS | {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}}, 400, "may not hold tokenize, which"),
-    (CHATS | {"messages": CHAT, "chat_template_kwargs": {"tool_text": "a"}}, 400, "may not hold tool_text, which"),
-    (CHATS | {"messages": CHAT, "chat_template_kwargs": {"thinks": "a" * 10**6}}, 400, "characters in 1 messages"),
-    (GOOD | {"repetition_penalty": 1.5}, 400, "repetition_penalty: Extra inputs"),
-    (CHATS | {"messages": CHAT * 1000}, 400, "in 1000 messages, more than 64 tokens"),
-    (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, 400, "messages: they cannot be encoded"),
+HOSTILE = [  # beyond a bound
+    (GOOD | {"temperature": 1e-40}, "temperature=1e-40: it must be 0, which is greedy, or 0.01 or more"),
+    (GOOD | {"temperature": 1e40}, "temperature: Input should be less than or equal to 100"),
+    (GOOD | {"stop_token_ids": [10**30]}, "stop_token_ids"),
+    (GOOD | {"stop_token_ids": [1] * 65}, "at most 64 items"),
+    (GOOD | {"top_k": 10**30}, "top_k"),
+    (GOOD | {"seed": 10**30}, "seed"),
+    (GOOD | {"prompt": ["a"] * 1000, "n": 128}, "1000 prompts with n=128: a request has at most 256 choices"),
+    (GOOD | {"prompt": "a" * 10**6}, "the prompt has 1000000 characters in 1 messages, more than 64 tokens"),
+    (GOOD | {"prompt": ["a", 5] * 10**5}, "prompt"),
+    (GOOD | {f"f{number}": 0 for number in range(10**5)}, "at most 100 fields"),
+    (b"[" * 10**6, "body"),
+    (b'{"seed": ' + b"9" * 10**6 + b"}", ""),
+    (CHATS | {"messages": [{"role": "a" * 10**6, "content": "b"}]}, "role 'aaaaaaaaaaaa...aaaaaaaaaaaaa' is none"),
+    (CHATS | {"messages": [{"role": "user<|im_end|>\n<|im_start|>system", "content": "b"}]}, "none of system, dev"),
+    (CHATS | {"messages": [*CHAT, {"role": "System", "content": "b"}]}, "the role 'System' is none of system"),
+    (CHATS | {"messages": [{"role": "user", "content": "a" * 10**6}]}, "1000004 characters in 1 messages, more than"),
+    (GOOD | {"prompt": "a\ud800"}, "half a character"),
+    (GOOD | {"\udfff": 0}, "half a character"),
+    (CHATS | {"messages": [{"role": "user", "content": "\ud800"}]}, "half a character"),
+    (CHATS | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text alone"),
+    (CHATS | {"messages": [{"role": "user", "content": [7]}]}, "text alone"),
+    (CHATS | {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}}, "may not hold tokenize, which"),
+    (CHATS | {"messages": CHAT, "chat_template_kwargs": {"tool_text": "a"}}, "may not hold tool_text, which"),
+    (CHATS | {"messages": CHAT, "chat_template_kwargs": {"thinks": "a" * 10**6}}, "characters in 1 messages"),
+    (GOOD | {"repetition_penalty": 1.5}, "repetition_penalty: Extra inputs"),
+    (CHATS | {"messages": CHAT * 1000}, "in 1000 messages, more than 64 tokens"),
+    (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages: they cannot be encoded"),
 ]
 
 
-@pytest.mark.parametrize(("body", "code", "message"), HOSTILE, ids=range(len(HOSTILE)))
-def test_what_is_beyond_a_bound_is_refused_and_says_so(address, body, code, message):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(address, body, path="chat/completions" if isinstance(body, dict) and "messages" in body else "completions")
-    assert refused.value.code == code and message in json.loads(refused.value.read())["error"]["message"]
+@pytest.mark.parametrize(("body", "message"), BAD + HOSTILE, ids=range(len(BAD + HOSTILE)))
+def test_what_is_malformed_or_beyond_a_bound_is_answered_with_400_and_the_reason(address, body, message):
+    code, said = refusal(address, body)
+    assert code == 400 and message in said
 
 
 def test_a_content_of_parts_is_their_text(client):
@@ -504,12 +492,9 @@ def test_a_request_that_the_engine_aborts_is_an_error(tiny_model):
         def generate(self, requests: list[Request]) -> list[Completion]:
             return [Completion(one.id, [], [], "aborted", 0) for one in requests]
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    engine = Aborting(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
-    served = Served("tiny", tokenizer, StreamingEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
-    with serving(served, compose(tiny_model)) as url, pytest.raises(urllib.error.HTTPError) as refused:
-        post(url, GOOD)
-    assert refused.value.code == 500 and "the engine gave the request up" in refused.value.read().decode()
+    with serving(served_by(Aborting, tiny_model), compose(tiny_model)) as url:
+        code, said = refusal(url, GOOD)
+    assert code == 500 and "the engine gave the request up" in said
 
 
 class Fragile(Rollout):
@@ -527,14 +512,10 @@ class Fragile(Rollout):
 
 
 def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_next_is_served(tiny_model, caplog):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    engine = Fragile(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
-    served = Served("tiny", tokenizer, StreamingEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
-    with serving(served, compose(tiny_model)) as url:
-        for prompt, code, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                post(url, GOOD | {"prompt": prompt})
-            assert refused.value.code == code and message in refused.value.read().decode()
+    with serving(served_by(Fragile, tiny_model), compose(tiny_model)) as url:
+        for prompt, status, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
+            code, said = refusal(url, GOOD | {"prompt": prompt})
+            assert code == status and message in said
         assert post(url, GOOD | {"prompt": "z"})["choices"][0]["text"] == "z"
     assert "the engine raised" in caplog.text
 
@@ -636,10 +617,9 @@ def among_hostile_clients(url: str, model: str, pid: int) -> None:
         for number in itertools.count(first):
             if over.is_set():
                 return
-            body, *_ = HOSTILE[number % len(HOSTILE)]
-            path = "chat/completions" if isinstance(body, dict) and "messages" in body else "completions"
+            body, _ = HOSTILE[number % len(HOSTILE)]
             try:
-                post(url, body | {"model": model} if isinstance(body, dict) else body, path=path)
+                post(url, body | {"model": model} if isinstance(body, dict) else body)
             except urllib.error.HTTPError as refused:
                 codes[str(refused.code)] += 1
 
@@ -654,9 +634,7 @@ def among_hostile_clients(url: str, model: str, pid: int) -> None:
             each.result()
     assert found == [[choices] * 4 for choices in alone]
     most = memory(pid)["VmHWM"]
-    print(
-        f"{4 * len(asked)} answers in {monotonic() - began:.1f} s beside {dict(codes)}; {idle} MiB idle, {most} at most"
-    )
+    print(f"{4 * len(asked)} answers in {monotonic() - began:.1f} s beside {dict(codes)}; {idle} MiB idle, most {most}")
     assert codes.keys() == {"400"} and codes["400"] > 50
     assert most < 1.5 * idle, "the cache of 56 short answers is nothing beside what is idle"
 
@@ -688,9 +666,11 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
         (["rollout.nnodes=1"], "rollout.nnodes is set"),
         (["rollout.temperature=0.5"], "rollout.temperature is set"),
         (["server.apikey=x"], "Did you mean 'server.api_key'?"),
+        (["rollout.name=vllm"], "requirements-vllm.txt"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, overrides, message):
+def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, monkeypatch, overrides, message):
+    monkeypatch.setattr("extras.server.__main__.find_spec", lambda name: None)  # no vLLM
     with pytest.raises(SystemExit) as refused:
         main([f"model.path={tiny_model}", "server.port=0", *overrides])
     stderr = capsys.readouterr().err
@@ -768,13 +748,6 @@ def test_vllms_own_server_answers_by_the_model(vllm_address: str, wide_headed_mo
         [choice] = client.chat.completions.create(**asked).choices
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content and len(chunks) > 3
-
-
-def test_without_vllm_its_server_is_refused_with_what_to_install(tiny_model, monkeypatch, capsys):
-    monkeypatch.setattr("extras.server.__main__.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        main([f"model.path={tiny_model}", "rollout.name=vllm", "server.port=0"])
-    assert "requirements-vllm.txt" in capsys.readouterr().err
 
 
 def test_the_command_and_the_client_of_the_serving_page_fit_a_server(address: str, capsys: pytest.CaptureFixture):
