@@ -14,13 +14,9 @@ from training.ray_trainer import RayPPOTrainer
 
 TOKENIZER = build_tokenizer()
 TEACHES = {
-    "critic/score/max": 1.0,
-    "critic/score/mean": 0.5,
-    "critic/score/min": 0.0,
-    "critic/advantages/max": 0.7,
-    "critic/advantages/min": -0.7,
-    "response_length/max": 3.0,
-    "response_length/clip_ratio": 0.0,
+    **{"critic/score/max": 1.0, "critic/score/mean": 0.5, "critic/score/min": 0.0},
+    **{"critic/advantages/max": 0.7, "critic/advantages/min": -0.7},
+    **{"response_length/max": 3.0, "response_length/clip_ratio": 0.0},
 }
 CONFIG = compose("data.max_prompt_length=8", "data.max_response_length=4", "actor_rollout_ref.model.path=unused")
 
@@ -36,8 +32,7 @@ def test_the_config_of_a_dry_run_is_one_small_step_that_learns_nothing():
 
 @pytest.mark.parametrize("name", ["frozenlake", "frozenlake_ppo", "frozenlake_multiturn"])
 def test_it_writes_nothing_changes_nothing_and_shows_each_part(name, tmp_path, tiny_model, capsys, monkeypatch):
-    weights = []
-    step = RayPPOTrainer.step
+    weights, step = [], RayPPOTrainer.step
 
     def watched(trainer):
         model = trainer.actor.group.worker.policy.module
@@ -61,8 +56,7 @@ def batch_of(prompts: list[str], responses: list[str], end_reason: str = "termin
     ids = [[TOKENIZER.encode(text) for text in texts] for texts in (prompts, responses)]
     batch = padded(*ids, 8, 4, TOKENIZER.pad_token_id)
     batch.batch["loss_mask"] = batch.batch["response_mask"]
-    names = {"uid": prompts, "end_reason": [end_reason] * len(prompts)}
-    return batch.union(DataProto.from_single_dict(names)) if "end_reason" not in batch else with_columns(batch, names)
+    return with_columns(batch, {"uid": prompts, "end_reason": [end_reason] * len(prompts)})
 
 
 def with_columns(batch: DataProto, columns: dict[str, list[str]]) -> DataProto:
@@ -121,6 +115,9 @@ def test_the_room_that_ended_an_episode_is_named(history, room):
     assert said.startswith(f"1 of 2 episodes ended for want of room: raise {room}")
 
 
+HEADS, USER = ["<|start_header_id|>", "<|end_header_id|>"], "<|start_header_id|>user<|end_header_id|>\n\n"
+
+
 @pytest.mark.parametrize(
     ("specials", "text", "twice"),
     [
@@ -129,16 +126,8 @@ def test_the_room_that_ended_an_episode_is_named(history, room):
         (["<s>", "[INST]"], "<s>[INST] hi [/INST]", False),
         (["<s>", "[INST]"], "<s>[INST] <s>[INST] hi [/INST]", True),
         (["<s>", "[INST]"], "<s><s>[INST] hi [/INST]", True),
-        (
-            ["<|start_header_id|>", "<|end_header_id|>"],
-            "<|start_header_id|>user<|end_header_id|>\n\n<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>",
-            True,
-        ),
-        (
-            ["<|start_header_id|>", "<|end_header_id|>"],
-            "<|start_header_id|>system<|end_header_id|>\n\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nhi",
-            False,
-        ),
+        (HEADS, f"{USER}{USER}hi<|eot_id|>", True),
+        (HEADS, f"<|start_header_id|>system<|end_header_id|>\n\n<|eot_id|>{USER}hi", False),
     ],
 )
 def test_a_template_that_was_applied_twice_is_seen_where_a_message_opens_in_another(specials, text, twice):
@@ -149,8 +138,5 @@ def test_a_template_that_was_applied_twice_is_seen_where_a_message_opens_in_anot
 
 def test_what_is_trained_is_marked():
     text = highlight_trained(TOKENIZER.encode("yes<|end|>ok"), [1, 1, 1, 0, 1, 1], TOKENIZER)
-    assert [(text.plain[span.start : span.end], span.style) for span in text.spans] == [
-        ("yes", "bold green"),
-        ("<|end|>", "dim"),
-        ("ok", "bold green"),
-    ]
+    marked = [(text.plain[span.start : span.end], span.style) for span in text.spans]
+    assert marked == [("yes", "bold green"), ("<|end|>", "dim"), ("ok", "bold green")]

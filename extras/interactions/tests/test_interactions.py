@@ -1,23 +1,19 @@
 """Simulated users: found in yaml files and named by rows, and the conversations that they lead."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.errors import ConfigError
-from configs.schema import DataConfig, MultiTurnConfig, RolloutConfig
-from custom.tiny_model import build_tokenizer
-from data.files import dump_jsonl
-from data.rl_dataset import RLHFDataset
-from data.sampler import PromptLoader, SequentialSampler
+from configs.schema import MultiTurnConfig, RolloutConfig
 from extras.http.http import RequestRefused
 from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
 from extras.interactions.endpoint import EndpointInteraction
 from extras.tools.conversations import ToolEpisodes
 from extras.tools.tool_episode import ToolEpisode
 from tests.servers import answering
+from tests.test_rows_of_agents import loader
 from training.preparation import check_rows
 from workers.agents.user_code import Overdue
 
@@ -50,9 +46,8 @@ def test_verls_user_asks_until_the_answer_is_right(write):
     assert make.users.interactions["gsm8k"].config == {"name": "gsm8k"}, "the name of its class"
     episode = make(row(name="gsm8k", query="…", ground_truth="18"))
     wrong, right = talk(episode, "#### 17", "#### 18")
-    assert wrong.messages == [
-        {"role": "user", "content": "Your response is incorrect! You need to reflect on your answer and try again."}
-    ]
+    [message] = wrong.messages
+    assert message["role"] == "user" and "Your response is incorrect!" in message["content"]
     assert (wrong.reward, wrong.end_reason) == (0.0, None)
     assert (right.reward, right.end_reason) == (1.0, "terminated")
     assert asyncio.run(episode.finish()).columns["turn_scores"] == [0.0, 1.0]
@@ -114,10 +109,7 @@ def test_a_user_that_raises_or_hangs_is_the_episodes_failure(write):
     ("text", "words"),
     [
         ("tools: []", "must hold one key, 'interaction'"),
-        (
-            "interaction: [{class_name: data.tools.BaseTool}]",
-            "must be a subclass of extras.interactions.base.BaseInteraction",
-        ),
+        ("interaction: [{class_name: data.tools.BaseTool}]", "must be a subclass of extras.interactions.base.BaseInt"),
         ("interaction: [{clas_name: x.Y}]", r"interaction\[0\] has the keys \['clas_name'\]"),
         (f"interaction: [{TWICE}, {TWICE}]", "Duplicate interaction name 'base' found in .*give each"),
         ("interaction: [{class_name: extras.interactions.endpoint.EndpointInteraction}]", "base_url is not set"),
@@ -135,13 +127,6 @@ def test_a_row_names_who_speaks():
         interaction_of(known, {})
     with pytest.raises(ValueError, match=r"name is 'b'; .*interaction_config_path has a"):
         interaction_of(known, {"extra_info": {"interaction_kwargs": {"name": "b"}}})
-
-
-def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:
-    dump_jsonl(folder / "rows.jsonl", rows)
-    config = DataConfig()
-    dataset = RLHFDataset(folder / "rows.jsonl", build_tokenizer(), config=config)
-    return PromptLoader(dataset, 1, SequentialSampler(dataset, config))
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,7 @@ def unpack(packed):
     for chunk in packed["chunks"]:
         content, total, at, columns = inflate(chunk["data"]), chunk["tokens"], 0, {}
         numbers = [(number["name"], "<i2" if number["bytes"] == 2 else "<f4") for number in chunk["numbers"]]
-        assert numbers == sorted(numbers, key=lambda number: number[1]), (
-            "a typed array begins at a multiple of its size"
-        )
+        assert numbers == sorted(numbers, key=lambda number: number[1]), "each begins at a multiple of its size"
         layout = [("ids", "<u4"), *numbers, ("mask", "u1")]
         for name, kind in layout:
             columns[name] = np.frombuffer(content, kind, total, at)
@@ -290,10 +288,8 @@ def test_a_folder_of_runs_is_all_of_them(tmp_path, capsys):
 
 
 def test_the_first_table_has_what_differs_and_the_mean_of_each_group(tmp_path):
-    more = {"a_0": {"seed": 0}, "a_1": {"seed": 1}, "b": {"seed": 0}}
-    folders = [
-        write_run(tmp_path / name, 30, 0, **extra, total_epochs=1 + (name == "b")) for name, extra in more.items()
-    ]
+    more = {"a_0": (0, 1), "a_1": (1, 1), "b": (0, 2)}
+    folders = [write_run(tmp_path / name, 30, 0, seed=seed, total_epochs=most) for name, (seed, most) in more.items()]
     folders.append(write_run(tmp_path / "c", 30, 0))
     (tmp_path / "c" / "config.yaml").unlink()
     data = page_data(runs := read_runs(folders), ALL)
@@ -310,10 +306,7 @@ def test_the_first_table_has_what_differs_and_the_mean_of_each_group(tmp_path):
 REFUSED = {
     "no run": (["{}/run", "{}/none"], "{}/none is no folder of a run: it is not there"),
     "a file of a run": (["{}/run/metrics.jsonl"], "{}/run/metrics.jsonl is no folder of a run: it is a file"),
-    "an empty folder": (
-        ["{}/run/samples"],
-        "{}/run/samples is no folder of a run: it has neither metrics.jsonl nor run.json",
-    ),
+    "an empty folder": (["{}/run/samples"], "{}/run/samples is no folder of a run: it has neither metrics.jsonl nor"),
     "a page that is a folder": (["{}/run", "--out", "{}"], "{} cannot be written (Is a directory): name another"),
     "a page in a file": (["{}/run", "--out", "{}/run/run.json/a"], "{}/run/run.json/a cannot be written ("),
 }

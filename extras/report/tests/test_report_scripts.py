@@ -29,13 +29,8 @@ def run(expression: str, *given: Any, dark: bool = False) -> Any:
         pytest.skip("needs Node")
     script = "".join((page.HERE / name).read_text() for name in ("charts.js", "samples.js"))
     tail = f"const given = {json.dumps(given)}; console.log(JSON.stringify({expression}))"
-    ended = subprocess.run(
-        [node, "-"],
-        input=BROWSER.replace("DARK", json.dumps(dark)) + script + tail,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    program = BROWSER.replace("DARK", json.dumps(dark)) + script + tail
+    ended = subprocess.run([node, "-"], input=program, capture_output=True, text=True, timeout=60)
     assert not ended.stderr
     return json.loads(ended.stdout)
 
@@ -97,20 +92,16 @@ def test_raw_points_are_seen_in_the_dark(dark, least, most):
 )
 def test_a_prompt_is_shown_by_roles_and_its_first_line_is_not_shifted(prompt):
     parts = run("chat.split(given[0])", prompt)
-    assert [part.get("text") or part["chip"] for part in parts] == [
-        *("system", "Play.", "user", "SFF\nFHG", "assistant"),
-    ]
+    texts = [part.get("text") or part["chip"] for part in parts]
+    assert texts == ["system", "Play.", "user", "SFF\nFHG", "assistant"]
     assert "".join(part.get("text") or part["raw"] for part in parts) == prompt  # of which nothing is lost
 
 
 def test_what_is_no_markup_stays_text():
     for text in ("1+2=", "if a<b and b>c: x<|y", "a | b", "<think>so</think>"):
         assert run("chat.split(given[0])", text) == [{"text": text}]
-    assert run("given.map(chat.isSpecial)", "<|im_end|>", "</s>", "a", "<|end|>a", "<think>") == [
-        True,
-        True,
-        *[False] * 3,
-    ]
+    special = run("given.map(chat.isSpecial)", "<|im_end|>", "</s>", "a", "<|end|>a", "<think>")
+    assert special == [True, True, False, False, False]
 
 
 def test_a_logarithmic_axis_shows_what_is_above_zero():

@@ -40,20 +40,15 @@ def test_a_folder_that_cannot_be_written_to_is_refused_by_its_key(overrides):
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_samples_of_a_run_have_the_numbers_that_it_learnt_from(estimator, tmp_path):
-    overrides = [
-        f"algorithm.adv_estimator={estimator}",
-        "trainer.sample_groups=4",
-        MINI,
-        "actor_rollout_ref.actor.use_kl_loss=true",
-    ]
+    overrides = [f"algorithm.adv_estimator={estimator}", "trainer.sample_groups=4", MINI]
+    overrides.append("actor_rollout_ref.actor.use_kl_loss=true")
     trainer, _ = make_trainer(tmp_path, *overrides, critic=estimator == "gae", ref=True, steps=3)
     (tmp_path / "samples/validation").mkdir(parents=True)
     for name in ("0.jsonl", "notes.jsonl"):
         (tmp_path / "samples/validation" / name).touch()
     trainer.fit()
-    assert sorted(path.name for path in (tmp_path / "samples").rglob("*.jsonl")) == [
-        "1.jsonl", "2.jsonl", "3.jsonl", "notes.jsonl",
-    ]  # fmt: skip
+    files = sorted(path.name for path in (tmp_path / "samples").rglob("*.jsonl"))
+    assert files == ["1.jsonl", "2.jsonl", "3.jsonl", "notes.jsonl"]
     for step, batch in enumerate(trainer.train_loader.sampler.seen, start=1):
         lines = (tmp_path / f"samples/train/{step}.jsonl").read_text().splitlines()
         records = sorted(map(json.loads, lines), key=lambda record: record["uid"])

@@ -23,6 +23,7 @@ from training.preparation import check_algorithm
 from training.roles import OF_POLICY, columns_read
 
 CORRECTION, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
+REJECT = f"{CORRECTION}.rollout_rs"
 
 
 # Settings
@@ -49,9 +50,8 @@ def test_single_keys_of_a_preset_are_changed_after_it_and_a_preset_replaces_all_
 
 def test_a_preset_is_inherited_in_parts_and_null_corrects_nothing(tmp_path):
     (tmp_path / "mine.yaml").write_text("algorithm: {rollout_correction: {preset: decoupled_seq_is_rs}}\n")
-    (tmp_path / "child.yaml").write_text(
-        "defaults: [mine]\nalgorithm: {rollout_correction: {rollout_is_threshold: 3}}\n"
-    )
+    child = "defaults: [mine]\nalgorithm: {rollout_correction: {rollout_is_threshold: 3}}\n"
+    (tmp_path / "child.yaml").write_text(child)
     wanted = replace(RolloutCorrectionConfig.decoupled_seq_is_rs(), rollout_is_threshold=3)
     assert load(tmp_path, "child").algorithm.rollout_correction == wanted
     nothing = load(tmp_path, "child", "algorithm.rollout_correction=null").algorithm.rollout_correction
@@ -59,30 +59,18 @@ def test_a_preset_is_inherited_in_parts_and_null_corrects_nothing(tmp_path):
 
 
 REFUSED = [
-    (
-        [f"{CORRECTION}.rollout_is_threshold=1_2_3_x"],
-        rf"^{CORRECTION}.rollout_is_threshold is '1_2_3_x'; .*an upper bound",
-    ),
+    ([f"{CORRECTION}.rollout_is_threshold=1_2_3_x"], rf"^{CORRECTION}.rollout_is_threshold is '1_2_3_x'; .*an upper"),
     ([f"{CORRECTION}.rollout_is_threshold='2.0_0.5'"], "rollout_is_threshold is '2.0_0.5'; .* 0 < lower <= upper"),
     ([f"{CORRECTION}.rollout_is_threshold=-1"], "rollout_is_threshold is -1; "),
     ([f"{CORRECTION}.rollout_is_threshold=true"], "rollout_is_threshold is True, a bool; "),
     ([f"{CORRECTION}.rollout_is=batch"], "rollout_is='batch' must be one of token, sequence"),
-    ([f"{CORRECTION}.rollout_rs=seq_k9"], "rollout_rs is 'seq_k9', but must be one or more of token_k1"),
-    ([f"{CORRECTION}.rollout_rs=token_k1"], "rollout_rs is 'token_k1' but rollout_rs_threshold is null: set how far"),
-    (
-        [f"{CORRECTION}.rollout_rs='token_k1,token_k2'", f"{CORRECTION}.rollout_rs_threshold='1.0,2.0,3.0'"],
-        "has 3 entries, but rollout_rs names 2 options",
-    ),
-    (
-        [f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'"],
-        "a statistic that starts at 0",
-    ),
+    ([f"{REJECT}=seq_k9"], "rollout_rs is 'seq_k9', but must be one or more of token_k1"),
+    ([f"{REJECT}=token_k1"], "rollout_rs is 'token_k1' but rollout_rs_threshold is null: set how far"),
+    ([f"{REJECT}='token_k1,token_k2'", f"{REJECT}_threshold='1.0,2.0,3.0'"], "has 3 entries, .* names 2 options"),
+    ([f"{REJECT}=token_k2", f"{REJECT}_threshold='0.5_2.0'"], "a statistic that starts at 0"),
     ([f"{CORRECTION}=bypass_pg_is", f"{LOSS}.loss_mode=gspo"], "bypass_mode=true brings .*loss_mode=gspo"),
     ([f"{LOSS}.loss_mode=bypass_mode"], rf"chosen by {CORRECTION}.bypass_mode=true: set that"),
-    (
-        [f"{CORRECTION}=bypass_pg_is", f"{CORRECTION}.rollout_is_batch_normalize=true"],
-        "rollout_is_batch_normalize=true needs a whole batch",
-    ),
+    ([f"{CORRECTION}=bypass_pg_is", f"{CORRECTION}.rollout_is_batch_normalize=true"], "normalize=true needs a whole"),
     ([f"{CORRECTION}=decoupled_tokn_is"], "no such preset. Did you mean 'decoupled_token_is'. disabled, decoupled_tok"),
 ]
 
@@ -107,7 +95,7 @@ def test_what_bypass_mode_does_not_compute_is_refused_at_the_start(name):
     [
         (["algorithm.use_kl_in_reward=true", f"{CORRECTION}=bypass_ppo_clip"], []),
         ([f"{CORRECTION}.rollout_is=sequence"], ["old_log_probs"]),
-        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"], ["old_log_probs"]),
+        ([f"{REJECT}=token_k1", f"{REJECT}_threshold=2.0"], ["old_log_probs"]),
         ([f"{CORRECTION}.rollout_is_threshold=3.0"], []),
     ],
 )
@@ -116,27 +104,24 @@ def test_the_log_prob_pass_is_made_where_it_is_read(overrides, columns):
     assert sorted(columns_read(config, first_policy_step(config) <= 1).intersection(OF_POLICY)) == columns
 
 
-STAGES = {
-    "rollout correction": (
-        ["algorithm.rollout_correction=decoupled_token_is"],
-        {},
-        ["generate", "reward", "old_log_prob", "update_actor", "update_weights"],
-    ),
-    "bypass of the old log-probs": (
-        [
-            "algorithm.rollout_correction=bypass_ppo_clip",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "algorithm.use_kl_in_reward=true",
-        ],
-        {"ref": True},
-        ["generate", "reward", "ref", "update_actor", "update_actor", "update_weights"],
-    ),
-}
+TWICE = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "algorithm.use_kl_in_reward=true")
 
 
-@pytest.mark.parametrize("case", STAGES)
-def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
-    assert_stages_run(tmp_path, *STAGES[case])
+@pytest.mark.parametrize(
+    ("overrides", "roles", "stages"),
+    [
+        (["decoupled_token_is"], {}, "generate reward old_log_prob update_actor update_weights"),
+        (
+            ["bypass_ppo_clip", *TWICE],
+            {"ref": True},
+            "generate reward ref update_actor update_actor update_weights",
+        ),
+    ],
+    ids=["corrected", "bypassed"],
+)
+def test_stages_run_in_order_and_only_where_needed(tmp_path, overrides, roles, stages):
+    preset, *others = overrides
+    assert_stages_run(tmp_path, [f"{CORRECTION}={preset}", *others], roles, stages.split())
 
 
 def corrected(batch: DataProto, settings: RolloutCorrectionConfig) -> dict[str, float]:
@@ -189,12 +174,8 @@ class Drifting(Bandit):
 
 
 def test_weights_and_rejection_reach_the_update_and_leave_statistics_and_transcripts_alone(tmp_path):
-    overrides = [
-        f"{CORRECTION}.rollout_is=token",
-        f"{CORRECTION}.rollout_rs=token_k1",
-        f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'",
-        f"trainer.rollout_data_dir={tmp_path}/rollouts",
-    ]
+    overrides = [f"{CORRECTION}.rollout_is=token", f"{REJECT}=token_k1", f"{REJECT}_threshold='0.5_2.0'"]
+    overrides.append(f"trainer.rollout_data_dir={tmp_path}/rollouts")
     trainer, drifting = make_trainer(tmp_path, MINI, ALL_ROWS, *overrides, bandit=Drifting())
     trainer.fit()
     plain, exact = make_trainer(tmp_path / "plain", MINI, ALL_ROWS)
@@ -238,12 +219,11 @@ def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_of_every_update(
 @pytest.mark.parametrize("preset", ["decoupled_geo_rs_token_tis", "decoupled_seq_is_rs"])
 def test_the_exact_engine_has_no_drift(tmp_path, tiny_model, preset):
     main.run(compose(*short_run(tiny_model, tmp_path, *REAL, MINI, f"{CORRECTION}={preset}", "env.val_episodes=0")))
+    zero = ["kl", "k3_kl", "log_ppl_abs_diff", "chi2_seq", "rollout_rs_masked_fraction", "rollout_is_std"]
+    zero = [f"rollout_corr/{name}" for name in zero]
+    zero += [f"training/rollout_probs_diff_{what}" for what in ("max", "mean", "std")]
+    one = [f"rollout_corr/rollout_is_{what}" for what in ("mean", "max", "min", "eff_sample_size", "seq_mean")]
+    one += ["rollout_corr/ppl_ratio", "training/rollout_probs_diff_valid", "training/rollout_actor_probs_pearson_corr"]
     for metrics in learning_metrics(tmp_path).values():
-        zero = ["rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/log_ppl_abs_diff", "rollout_corr/chi2_seq"]
-        zero += [f"training/rollout_probs_diff_{what}" for what in ("max", "mean", "std")]
-        zero += ["rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_is_std"]
-        one = [f"rollout_corr/rollout_is_{what}" for what in ("mean", "max", "min", "eff_sample_size", "seq_mean")]
-        one += ["rollout_corr/ppl_ratio", "training/rollout_probs_diff_valid"]
-        one += ["training/rollout_actor_probs_pearson_corr"]
         assert {name: metrics[name] for name in zero} == pytest.approx(dict.fromkeys(zero, 0.0), abs=1e-5)
         assert {name: metrics[name] for name in one} == pytest.approx(dict.fromkeys(one, 1.0), abs=1e-5)

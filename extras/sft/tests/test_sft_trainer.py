@@ -41,12 +41,8 @@ def write(folder: Path, rows: list[dict], name: str = "rows.jsonl") -> Path:
 
 def compose(folder: Path, model: Path, rows: list[dict], *overrides: str) -> SFTConfig:
     settings = [
-        f"data.train_files={write(folder, rows)}",
-        f"data.train_batch_size={min(len(rows), 4)}",
-        f"model.path={model}",
-        f"trainer.default_local_dir={folder}/run",
-        "trainer.logger=[]",
-        "trainer.n_threads=2",
+        *(f"data.train_files={write(folder, rows)}", f"data.train_batch_size={min(len(rows), 4)}"),
+        *(f"model.path={model}", f"trainer.default_local_dir={folder}/run", "trainer.logger=[]", "trainer.n_threads=2"),
         *overrides,
     ]
     return load_config(Arguments("sft", yaml_folder(SFTConfig), settings, print_config=False), SFTConfig)
@@ -135,9 +131,8 @@ def test_it_memorises_64_conversations_and_the_result_says_them(tmp_path):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for row in [rows[0], rows[21], rows[63]]:
         for place in (1, 3):
-            prompt = tokenizer.apply_chat_template(
-                row["messages"][:place], add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+            given = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            prompt = tokenizer.apply_chat_template(row["messages"][:place], **given)
             answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
             assert answer.tolist() == [*tokenizer.encode(row["messages"][place]["content"]), END]
 
@@ -189,9 +184,8 @@ def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(
     folder = tmp_path / "run/global_step_4"
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     merged = AutoModelForCausalLM.from_pretrained(folder / "huggingface")
-    changed = {
-        name.split(".")[-2] for name, value in merged.state_dict().items() if not value.equal(plain.state_dict()[name])
-    }
+    before = plain.state_dict()
+    changed = {name.split(".")[-2] for name, value in merged.state_dict().items() if not value.equal(before[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     adapted = PeftModel.from_pretrained(plain, folder / "lora_adapter")
     ids = torch.arange(12).unsqueeze(0)
@@ -235,19 +229,11 @@ def test_truncation_cuts_the_named_side(tmp_path):
     assert whole.token_ids[-1] == END
 
 
-def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tmp_path):
-    said = [("user", "ab"), ("assistant", "c"), ("user", "de"), ("user", "f"), ("assistant", "gh"), ("user", "bye")]
-    [sample] = encoded(tmp_path, [{"messages": [{"role": role, "content": text} for role, text in said]}])
-    assert TOKENIZER.decode(sample.prompt_ids) == "<|user|>ab<|end|><|assistant|>"
+def test_a_conversation_of_two_messages_in_a_row_is_read_and_cut_behind_its_prompt(tmp_path):
+    said = [("user", "ab"), ("assistant", "c"), ("user", "de"), ("user", "f"), ("assistant", "gh")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in said]}]
+    [sample], [cut] = encoded(tmp_path, rows), encoded(tmp_path, rows, max_length=8, truncation="right")
     assert TOKENIZER.decode(sample.token_ids) == "c<|end|><|user|>de<|end|><|user|>f<|end|><|assistant|>gh<|end|>"
-    learnt = [token for token, own in zip(sample.token_ids, sample.policy_mask, strict=True) if own]
-    assert TOKENIZER.decode(learnt) == "c<|end|>gh<|end|>"
-    [cut] = encoded(
-        tmp_path,
-        [{"messages": [{"role": role, "content": text} for role, text in said]}],
-        max_length=8,
-        truncation="right",
-    )
     assert cut == sample.until(8 - len(sample.prompt_ids))
 
 
@@ -257,16 +243,8 @@ BAD = [
     ({"prompt": "a", "response": 3}, {}, "is 3; it must be a string"),
     ({"prompt": 7, "response": "b"}, {}, r"prompt is 7.*column prompt"),
     ({"prompt": [{"role": "user"}], "response": "b"}, {}, "needs a 'role' and a 'content'"),
-    (
-        {"prompt": "abcdef", "response": "uvw"},
-        {"max_length": 8},
-        r"10 tokens, above data\.max_length=8: raise it, or cut",
-    ),
-    (
-        {"prompt": "ab", "response": "uvwxyz"},
-        {"max_length": 4, "truncation": "left"},
-        r"would leave nothing of the prompt: 5 tokens are above data\.max_length=4",
-    ),
+    ({"prompt": "abcdef", "response": "uvw"}, {"max_length": 8}, r"10 tokens, above data\.max_length=8: raise it"),
+    ({"prompt": "ab", "response": "uvwxyz"}, {"max_length": 4, "truncation": "left"}, "leave nothing of the prompt"),
 ]
 
 

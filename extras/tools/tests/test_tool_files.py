@@ -30,6 +30,7 @@ from training.reward import add_scores
 from training.reward_function import FunctionReward
 
 CALCULATOR = "{class_name: extras.tools.calculator.Calculator}"
+NAMED = "{class_name: data.tools.BaseTool, name: f,"
 SHOUT = """
     tools:
       - class_name: extras.tools.tests.test_tools.Shout
@@ -82,20 +83,14 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
         ("tools: [{class_name: data.tools.Nothing}]", r"tools\[0\].class_name .* has no 'Nothing'; it has .*BaseTool"),
         ("tools: [{class_name: data.tools.ToolResponse}]", "it must be a subclass of data.tools.BaseTool"),
         ("tools: [{class_name: data.tools.BaseTool}]", "has no schema: give tool_schema in the yaml"),
-        (
-            "tools: [{class_name: data.tools.BaseTool, config: {type: soap}}]",
-            "config.type is 'soap'; it must be native",
-        ),
+        ("tools: [{class_name: data.tools.BaseTool, config: {type: soap}}]", "config.type is 'soap'; it must be nativ"),
         ("tools: [{config: {type: mcp}}]", r"tools\[0\].mcp is {}; it must have mcp_servers_config_path"),
         ("tools: [{class_name: data.tools.BaseTool, tool_schema: {type: function}}]", "not in OpenAI's format"),
-        ("tools: [{class_name: data.tools.BaseTool, name: f, parameters: {type: list}}]", "must have type: object"),
+        (f"tools: [{NAMED} parameters: {{type: list}}}}]", "must have type: object"),
+        (f"tools: [{NAMED} parameters: {{type: object, required: [x]}}}}]", r"required names \['x'\], which prop"),
         (
-            "tools: [{class_name: data.tools.BaseTool, name: f, parameters: {type: object, required: [x]}}]",
-            r"required names \['x'\], which properties does not",
-        ),
-        (
-            "tools: [{class_name: data.tools.BaseTool, name: f, parameters: {type: object, properties: {x: text}}}]",
-            "properties.x is text; it must be a mapping",
+            f"tools: [{NAMED} parameters: {{type: object, properties: {{x: text}}}}}}]",
+            "x is text; it must be a mapping",
         ),
         ("tools: [{class_name: extras.tools.search.Search}]", "config.corpus is not set"),
         (f"tools: [{CALCULATOR}, {CALCULATOR}]", "two tools are called 'calculator': rename one"),
@@ -125,15 +120,11 @@ def test_rows_with_tools_are_played_by_the_loop_and_scored_by_the_reward_functio
     batch = add_scores(batch, FunctionReward(compute_score), tokenizer)
     [response], [mask] = batch.batch["responses"], batch.batch["response_mask"].bool()
     [attended] = batch.batch["attention_mask"][:, -48:].bool()
-    assert (
-        tokenizer.decode(response[attended])
-        == f"calc({expression})<|end|><|tool|>{product}<|end|><|assistant|>{product}<|end|>"
-    )
+    told = f"calc({expression})<|end|><|tool|>{product}<|end|><|assistant|>{product}<|end|>"
+    assert tokenizer.decode(response[attended]) == told
     assert tokenizer.decode(response[mask], skip_special_tokens=True) == f"calc({expression}){product}"
     assert (batch.tool_call_counts[0], batch.non_tensor_batch["__num_turns__"][0]) == (1, 2)
-    assert (
-        batch.batch["token_level_scores"].sum() == 1 and batch.batch["token_level_scores"][0, mask.nonzero()[-1]] == 1
-    )
+    assert batch.token_level_scores.sum() == batch.token_level_scores[0, mask.nonzero()[-1]] == 1
     file, facts = write("1.jsonl", ""), {"num_turns": 4, "tool_call_counts": 1, "tool_rewards": [0.0]}
     dump_jsonl(file, sample_rows(batch, tokenizer, step=1))
     [view] = read_views(file, needs_response=True)
@@ -189,9 +180,8 @@ def test_search_ranks_by_hand_made_scores():
 def test_search_over_a_file(write):
     documents = [{"title": "Rome", "text": "Capital of Italy."}, {"title": "Oslo", "text": "Capital of Norway."}]
     corpus = write("corpus.jsonl", "\n".join(map(json.dumps, documents)))
-    yaml = write(
-        "t.yaml", f"tools: [{{class_name: extras.tools.search.Search, config: {{corpus: {corpus}, top_k: 1}}}}]"
-    )
+    entry = f"{{class_name: extras.tools.search.Search, config: {{corpus: {corpus}, top_k: 1}}}}"
+    yaml = write("t.yaml", f"tools: [{entry}]")
     box = toolbox(*load(yaml, None).values())
     assert respond(box, called("search", query="norway")).messages[0]["content"] == "[1] Oslo\nCapital of Norway."
     assert respond(box, called("search", query="paris")).messages[0]["content"] == "Nothing was found."
@@ -227,11 +217,9 @@ server.run("stdio")
 
 def mcp_yaml(folder: Path, server: dict, more: str = "") -> str:
     (folder / "servers.json").write_text(json.dumps({"mcpServers": {"sums": server}}))
-    path = folder / "tools.yaml"
-    path.write_text(
-        f"tools: [{{config: {{type: mcp}}, mcp: {{mcp_servers_config_path: {folder}/servers.json{more}}}}}]"
-    )
-    return str(path)
+    entry = f"{{config: {{type: mcp}}, mcp: {{mcp_servers_config_path: {folder}/servers.json{more}}}}}"
+    (folder / "tools.yaml").write_text(f"tools: [{entry}]")
+    return str(folder / "tools.yaml")
 
 
 def test_the_tools_of_an_mcp_server_are_listed_and_called(tmp_path: Path):

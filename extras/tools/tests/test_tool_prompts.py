@@ -46,24 +46,20 @@ def test_a_template_that_shows_tools_is_given_their_schemas(calculator, capsys):
         describe_tools(replace(calculator, format="x"), tokenizer)
 
 
-@pytest.mark.parametrize("form", ["hermes"])
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, None], ids=["that ignores tools", "that is none"])
-def test_the_system_message_describes_tools_where_the_template_does_not(calculator, form, template, capsys):
+def test_the_system_message_describes_tools_where_the_template_does_not(calculator, template, capsys):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
-    kwargs = describe_tools(replace(calculator, format=form), tokenizer)
-    assert (
-        f"the system message describes calculator and how actor_rollout_ref.rollout.multi_turn.format={form} calls"
-        in (capsys.readouterr().err)
-    )
+    kwargs = describe_tools(calculator, tokenizer)
+    told = "the system message describes calculator and how actor_rollout_ref.rollout.multi_turn.format=hermes calls"
+    assert told in capsys.readouterr().err
     question = {"role": "user", "content": "6*7?"}
     [schema] = kwargs["tools"]
     for messages in ([question], [{"role": "system", "content": "Be brief."}, question]):
         prompt = tokenizer.decode(encode_prompt(messages, tokenizer, **kwargs))
         assert json.dumps(schema) in prompt and prompt.index(json.dumps(schema)) < prompt.index("6*7?")
         assert prompt.count("system") == 1 and ("Be brief.\n\n" in prompt) == (len(messages) == 2)
-    parser = ToolParser.get_tool_parser(form)
-    written = parser.write("calculator", {"expression": "6*7"})
+    written = ToolParser.get_tool_parser("hermes").write("calculator", {"expression": "6*7"})
     assert all(mark in kwargs["tool_text"] for mark in re.findall(r'<.*?>|"\w+": ', written))
 
 
@@ -90,19 +86,17 @@ def test_a_conversation_goes_on_from_a_prompt_that_describes_tools(calculator):
     assert [*begun, *tokenizer.encode("42"), *chat.increment([thanks], stopped=False)] == whole
 
 
-@pytest.mark.parametrize(
-    ("form", "template"),
-    [
-        ("plain", CHAT_TEMPLATE),
-        (
-            "hermes",
-            "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system') }}"
-            "{% endif %}{{ message['content'] }}{% endfor %}",
-        ),
-        ("hermes", "{% for message in messages if message['role'] != 'system' %}{{ message['content'] }}{% endfor %}"),
-    ],
-    ids=["a format without a layout", "a template that refuses system messages", "one that drops them"],
+REFUSES = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('') }}{% endif %}{{ m.content }}{% endfor %}"
 )
+UNTOLD = {
+    "a format without a layout": ("plain", CHAT_TEMPLATE),
+    "a template that refuses system messages": ("hermes", REFUSES),
+    "one that drops them": ("hermes", "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"),
+}
+
+
+@pytest.mark.parametrize(("form", "template"), UNTOLD.values(), ids=UNTOLD)
 def test_that_the_policy_reads_nothing_of_a_tool_is_told(calculator, form, template, capsys):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template

@@ -1,12 +1,12 @@
-"""Partitions cover everything once, and are as balanced as theory promises."""
+"""Partitions cover everything once, and are as balanced as theory promises; test_against_verl.py has them beside
+verl's."""
 
 from itertools import product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extras.verl.numerics import ceildiv, get_seqlen_balanced_partitions, karmarkar_karp
+from extras.verl.numerics import get_seqlen_balanced_partitions
 
 few = settings(max_examples=100, deadline=None)
 
@@ -21,26 +21,6 @@ def fewest_tokens_in_the_largest_part(values, k):
     return min(
         max(sum(v for v, a in zip(values, chosen, strict=True) if a == j) for j in range(k)) for chosen in assignments
     )
-
-
-def test_integer_helpers_by_hand():
-    assert [ceildiv(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
-
-
-def test_largest_differencing_by_hand():
-    """8-7 and 6-5 are paired, 4 goes to 7, then {7, 4} (ahead by 3) takes the smaller of {6}, {5}."""
-    assert karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False) == [[4, 1, 3], [0, 2]]
-
-
-def test_largest_differencing_with_equal_sizes_by_hand():
-    """Blocks 1 2, 3 4, 10 20: 10-20 has the largest spread and takes 3-4 crosswise, then 1-2 crosswise."""
-    assert karmarkar_karp([20, 1, 4, 2, 3, 10], 2, equal_size=True) == [[0, 4, 1], [5, 2, 3]]
-
-
-def test_ties_are_broken_by_index():
-    one, other = (get_seqlen_balanced_partitions([5] * 6, 3, equal_size) for equal_size in (False, True))
-    assert one == other
-    assert karmarkar_karp([5, 5], 2, equal_size=False) == [[1], [0]]
 
 
 @few
@@ -62,10 +42,3 @@ def test_the_largest_part_is_within_the_proven_bound_of_the_optimum(values, k):
     largest = max(sums(values, get_seqlen_balanced_partitions(values, k, equal_size=False)))
     optimum = fewest_tokens_in_the_largest_part(values, k)
     assert optimum <= largest <= (4 / 3 - 1 / (3 * k)) * optimum + 1e-9
-
-
-def test_impossible_partitions_are_refused():
-    with pytest.raises(AssertionError, match="2 items cannot fill 3 parts"):
-        get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)
-    with pytest.raises(AssertionError, match="3 items do not divide into 2 equal parts"):
-        karmarkar_karp([1, 2, 3], 2, equal_size=True)

@@ -17,8 +17,6 @@ import training.core_algos
 from configs.schema import AGGREGATION_MODES, RewardConfig, RewardFunctionConfig
 from data.protocol import DataProto, object_array
 from data.tools import BaseTool
-from extras.rollout_correction.correction import compute_rollout_correction_and_rejection_mask, correct_log_probs
-from extras.rollout_correction.settings import RolloutCorrectionConfig
 from extras.verl.compat import (
     ActorConfig,
     OpenAIFunctionParametersSchema,
@@ -27,19 +25,14 @@ from extras.verl.compat import (
     compute_entropy_loss,
     compute_policy_loss,
     compute_policy_loss_reinforce,
-    compute_rewards,
     deserialize_single_tensor,
     entropy_from_logits,
-    get_response_mask,
-    pad_2d_list_to_length,
     pad_dataproto_to_divisor,
-    pad_sequence_to_length,
-    postprocess_data,
     serialize_single_tensor,
     unpad_dataproto,
 )
 from extras.verl.imports import StandIns, names_of_verl
-from extras.verl.numerics import as_torch_index, group_mean_std
+from extras.verl.numerics import as_torch_index
 from tests.batches import aggregate, close
 from tests.test_protocol import CustomProto, few, make, rows
 from training.core_algos import get_policy_loss_fn
@@ -71,48 +64,6 @@ def test_padding_repeats_from_the_first_row_and_unpadding_drops_it(n, divisor):
     assert unpadded.obs.tolist() == data.obs.tolist() and unpadded.label.tolist() == data.label.tolist()
 
 
-def test_response_mask_ends_with_the_first_eos_of_any_kind():
-    response = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [2, 2, 2, 2], [5, 6, 9, 2]])
-    assert get_response_mask(response).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
-    either = get_response_mask(response, eos_token=[2, 9], dtype=torch.bool)
-    assert either.dtype == torch.bool
-    assert either.tolist()[3] == [True, True, True, False]
-
-
-def test_lists_and_tensors_are_padded_and_never_cut():
-    ragged = [[1, 2, 3], [], [4]]
-    assert pad_2d_list_to_length(ragged, 0).tolist() == [[1, 2, 3], [0, 0, 0], [4, 0, 0]]
-    assert pad_2d_list_to_length(ragged, 9, max_length=4).tolist() == [[1, 2, 3, 9], [9, 9, 9, 9], [4, 9, 9, 9]]
-    assert pad_2d_list_to_length([[-0.5], [-1.0, -2.0]], 0.0).dtype == torch.float32
-    ids = torch.tensor([[1, 2]])
-    assert pad_sequence_to_length(ids, 4, 9).tolist() == [[1, 2, 9, 9]]
-    assert pad_sequence_to_length(ids, 4, 9, left_pad=True).tolist() == [[9, 9, 1, 2]]
-    assert pad_sequence_to_length(ids, 1, 9).tolist() == [[1, 2]]
-
-
-LENGTHS = [  # (max_length, settings, ids; the mask is ten times them, or 0) of ids 1 to 6
-    (3, {"truncation": "left"}, [4, 5, 6]), (3, {"truncation": "right"}, [1, 2, 3]),
-    (3, {"truncation": "middle"}, [1, 5, 6]), (4, {"truncation": "middle"}, [1, 2, 5, 6]),
-    (1, {"truncation": "middle"}, [6]), (6, {}, [1, 2, 3, 4, 5, 6]), (7, {}, [9, 1, 2, 3, 4, 5, 6]),
-    (7, {"left_pad": False}, [1, 2, 3, 4, 5, 6, 9]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("max_length", "settings", "expected"), LENGTHS)
-def test_ids_and_mask_are_padded_or_cut_alike(max_length, settings, expected):
-    ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
-    found, mask = postprocess_data(ids, ids * 10, max_length, pad_token_id=9, **settings)
-    assert found.tolist() == [expected] and mask.tolist() == [[10 * token % 90 for token in expected]]
-
-
-def test_what_may_not_be_cut_is_refused():
-    ids = torch.ones(1, 5, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match="5 tokens, but at most 3"):
-        postprocess_data(ids, ids, 3, pad_token_id=0)
-    with pytest.raises(AssertionError, match="truncation is 'both'"):
-        postprocess_data(ids, ids, 3, pad_token_id=0, truncation="both")
-
-
 def test_entropy_is_that_of_the_trainer():
     torch.manual_seed(0)
     logits = (torch.randn(2, 3, 5) * 4).bfloat16()
@@ -138,19 +89,6 @@ def test_entropy_is_that_of_the_trainer():
 def test_labels_become_numbers(labels, numbers):
     codes = as_torch_index(labels)
     assert codes.dtype == torch.int64 and codes.tolist() == numbers
-
-
-def test_group_statistics_by_hand():
-    mean, std, count = group_mean_std(torch.tensor([1.0, 3.0, 5.0, 0.3, 0.3, 0.3]), torch.tensor([3, 3, 1, 0, 0, 0]))
-    close(mean, [0.3, 0, 0, 2])
-    close(std, [1e-3, 1, 1, math.sqrt(2)])  # at least sqrt(eps); 1 for a group of one or none
-    close(count, [3, 1, 0, 2])
-    assert [len(part) for part in group_mean_std(torch.tensor([]), torch.tensor([]))] == [0, 0, 0]
-
-
-def test_rewards_are_scores_less_the_kl():
-    scores, old, ref = torch.tensor([[[0.0, 1.0]], [[-1.0, -2.0]], [[-2.0, -2.5]]])
-    close(compute_rewards(scores, old, ref, kl_ratio=0.1), [[-0.1, 0.95]])
 
 
 def test_the_older_policy_loss_returns_four_tensors_of_the_vanilla_loss():
@@ -192,18 +130,6 @@ def test_entropy_loss_aggregates_a_loop_over_tokens_and_lets_no_nan_out(mode):
     close(loss, expected)
     close(gradient, torch.autograd.grad(expected, own)[0])
     assert not gradient[mask == 0].any()
-
-
-def test_rollout_correction_under_verls_signature():
-    train, mask = torch.full((2, 2), -1.0), torch.ones(2, 2, dtype=torch.int64)
-    rollout = torch.tensor([[-2.0, -2.0], [-1.0, -1.0]])
-    settings = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(train, rollout, mask, **settings)
-    expected = correct_log_probs(train, rollout, mask, RolloutCorrectionConfig(**settings))
-    assert isinstance(weights, DataProto) and list(weights.batch.keys()) == ["rollout_is_weights"]
-    close(weights.batch["rollout_is_weights"], [[2.0, 2.0], [1.0, 1.0]])
-    assert kept.tolist() == expected[1].tolist() == [[0, 0], [1, 1]] and metrics == expected[2]
-    assert compute_rollout_correction_and_rejection_mask(train, rollout, mask)[0] is None
 
 
 # `import verl` in a user's file

@@ -25,13 +25,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from configs.schema import (
-    AGGREGATION_MODES,
-    ActorConfig,
-    OverlongBufferConfig,
-    PolicyLossConfig,
-    RewardKwargsConfig,
-)
+from configs.schema import AGGREGATION_MODES, ActorConfig, OverlongBufferConfig, PolicyLossConfig, RewardKwargsConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
 from extras.pf_ppo.settings import PFPPOConfig
@@ -242,9 +236,7 @@ def batch_of(tensors: dict[str, Tensor], arrays: dict[str, Any], meta: dict[str,
 
     def make(data_proto: Any) -> Any:
         copies = {name: values.copy() for name, values in arrays.items()}
-        return data_proto.from_dict(
-            {name: values.clone() for name, values in tensors.items()}, copies, dict(meta or {})
-        )
+        return data_proto.from_dict({name: it.clone() for name, it in tensors.items()}, copies, dict(meta or {}))
 
     return Both(lambda: make(DataProto), lambda: make(of_verl("protocol", "DataProto")))
 
@@ -383,9 +375,9 @@ PLAIN: dict[str, dict[str, Callable[[int, Rows], list[tuple]]]] = {
             lambda seed, r: [(learnt(r.normal().float()),)],
         "get_response_mask": lambda seed, r: [(integers(seed, 6, 4, 9), eos, torch.float32) for eos in (2, [1, 2])],
         "pad_2d_list_to_length": lambda seed, r: [([[1] * (seed % 5), [2] * 3], -1, width) for width in (None, 1, 9)],
-        "pad_sequence_to_length": lambda seed, r: [(r.mask, seed, 0, left) for left in (True, False)],
+        "pad_sequence_to_length": lambda seed, r: [(r.mask, seed, 9, left) for left in (True, False)],
         "postprocess_data": lambda seed, r: [
-            (r.mask, r.mask, 1 + seed, 0, left, side)
+            (integers(seed, 50, *r.mask.shape), r.mask, 1 + seed, 9, left, side)
             for left in (True, False) for side in ("left", "right", "middle", "error", "none")],
     },
     "utils.groupwise": {
@@ -476,11 +468,8 @@ def schedule_calls(kind: str, options: tuple[str, ...], seed: int) -> Iterator[C
     yield Call(kind, (kind, seed % 4, 20), {name: seed / 10 for name in options})
 
 
-for kind, options in {
-    "constant": (),
-    "cosine": ("min_lr_ratio", "num_cycles"),
-    "wsd": ("min_lr_ratio", "stable_ratio"),
-}.items():
+SCHEDULES = {"constant": (), "cosine": ("min_lr_ratio", "num_cycles"), "wsd": ("min_lr_ratio", "stable_ratio")}
+for kind, options in SCHEDULES.items():
     case(FUNCTIONAL, f"get_{kind}_schedule_with_warmup", schedule)(partial(schedule_calls, kind, options))
 
 
@@ -494,11 +483,8 @@ def step_batch(seed: int, kind: str) -> Both:
     shown = rows.mask.flip(-1).cummax(-1).values.flip(-1)  # observations between the policy's tokens too
     tensors = {name: rows.normal() for name in columns} | {"prompts": prompts, "responses": rows.mask}
     tensors |= {"response_mask": rows.mask, "attention_mask": torch.cat([prompts, shown], 1)}
-    arrays = {
-        "uid": rows.index,
-        "__num_turns__": 2 + np.arange(rows.rows) % 3,
-        "tool_call_counts": np.arange(rows.rows),
-    }
+    places = np.arange(rows.rows)
+    arrays = {"uid": rows.index, "__num_turns__": 2 + places % 3, "tool_call_counts": places}
     return batch_of(tensors, arrays, {"global_token_num": tensors["attention_mask"].sum(-1).tolist()})
 
 
@@ -648,19 +634,15 @@ def _(seed: int) -> Iterator[Call]:
 BUFFER = {"enable": True, "len": 4, "penalty_factor": 0.5}
 
 
-def score_and_length(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
-) -> dict[str, float]:
+def score_and_length(data_source, solution_str, ground_truth, extra_info=None) -> dict[str, float]:
     return {"score": float(solution_str.count(ground_truth)), "length": float(len(solution_str))}
 
 
-def score_of_one(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def score_of_one(data_source, solution_str, ground_truth, extra_info=None) -> float:
     return float(solution_str.count(ground_truth))
 
 
-def scores_of_all(
-    data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any
-) -> list[dict[str, float]]:
+def scores_of_all(data_sources, solution_strs, ground_truths, extra_infos) -> list[dict[str, float]]:
     return [score_and_length("", *row) for row in zip(solution_strs, ground_truths, strict=True)]
 
 
