@@ -13,19 +13,16 @@ from training.collection import update_sampler
 
 CONFIG = DataConfig()
 CURRICULA = {
-    "success rate of a row": {"sampler": SamplerConfig("extras/curriculum/curriculum.py", "SuccessRateSampler")},
-    "success rate of a level": {
-        "sampler": SamplerConfig(
-            "extras/curriculum/curriculum.py", "SuccessRateSampler", {"key": "extra_info.difficulty"}
-        )
-    },
-    "difficulty": {"sampler": SamplerConfig("extras/curriculum/curriculum.py", "DifficultySampler", {"memory": 0.5})},
+    "success rate of a row": ("SuccessRateSampler", {}),
+    "success rate of a level": ("SuccessRateSampler", {"key": "extra_info.difficulty"}),
+    "difficulty": ("DifficultySampler", {"memory": 0.5}),
 }
 
 
 @pytest.mark.parametrize("name", CURRICULA)
 def test_resuming_in_the_middle_of_a_curriculum_over_a_growing_dataset_is_exact(name):
-    assert_resuming_is_exact(DataConfig(**CURRICULA[name]))
+    sampler = SamplerConfig("extras/curriculum/curriculum.py", *CURRICULA[name])
+    assert_resuming_is_exact(DataConfig(sampler=sampler))
 
 
 def test_the_success_rate_sampler_draws_what_is_neither_won_nor_lost():
@@ -77,17 +74,13 @@ def test_a_curriculum_does_not_hear_of_samples_that_could_not_be_scored():
 
 
 @pytest.mark.parametrize(
-    ("sampler", "setting", "value"),
-    [
-        (SuccessRateSampler, "floor", 0),
-        (SuccessRateSampler, "memory", 0),
-        (DifficultySampler, "review", 1),
-        (DifficultySampler, "go_on", 1.0),
-    ],
+    ("kind", "settings"),
+    [(SuccessRateSampler, {"floor": 0, "memory": 0}), (DifficultySampler, {"review": 1, "go_on": 1.0})],
 )
-def test_settings_of_a_curriculum_out_of_their_bounds_are_refused(sampler, setting, value):
-    with pytest.raises(ValueError, match=rf"data\.sampler\.kwargs\.{setting}={value}: it must be "):
-        sampler(Levels([0, 1]), CONFIG, **{setting: value})
+def test_settings_of_a_curriculum_out_of_their_bounds_are_refused(kind, settings):
+    for name, value in settings.items():
+        with pytest.raises(ValueError, match=rf"data\.sampler\.kwargs\.{name}={value}: it must be "):
+            kind(Levels([0, 1]), CONFIG, **{name: value})
 
 
 def test_a_row_without_a_level_is_named():

@@ -72,19 +72,11 @@ class Service:
     id = run_id = "its-id"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("wandb", "WandBTracker"),
-        ("mlflow", "MLflowTracker"),
-        ("trackio", "TrackioTracker"),
-        ("swanlab", "SwanLabTracker"),
-    ],
-)
-def test_services_get_the_run_its_config_and_its_metrics(tmp_path, monkeypatch, name, kind):
-    package = Service()
+@pytest.mark.parametrize("kind", ["WandB", "MLflow", "Trackio", "SwanLab"])
+def test_services_get_the_run_its_config_and_its_metrics(tmp_path, monkeypatch, kind):
+    name, package = kind.lower(), Service()
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr(tracking, kind, Service)
+    monkeypatch.setattr(tracking, f"{kind}Tracker", Service)
     with pytest.raises(KeyError), start(tmp_path, name) as track:
         [observer] = track.observers.observers
         track.log(3, {"x@1": 1.5})
@@ -126,7 +118,5 @@ def test_a_service_that_does_not_start_is_said_in_one_line(tmp_path, monkeypatch
 
     monkeypatch.setitem(sys.modules, "wandb", Service())
     monkeypatch.setattr(tracking, "WandBTracker", refuse)
-    with pytest.raises(
-        ConfigError, match=r"^trainer.logger has 'wandb', which does not start: RuntimeError: no account\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"^trainer.logger has 'wandb', .* start: RuntimeError: no account\.$"):
         start(tmp_path, "wandb")

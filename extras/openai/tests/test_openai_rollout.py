@@ -55,22 +55,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_rollout, "RETRIES", 2)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        PLAIN,
-        replace(PLAIN, temperature=0.6, top_k=7, top_p=0.8, min_p=0.05, max_tokens=20),
-        SamplingParams(False, 1.0, -1, 1.0, 6),
-    ],
-    ids=str,
-)
+NARROW = replace(PLAIN, temperature=0.6, top_k=7, top_p=0.8, min_p=0.05, max_tokens=20)
+
+
+@pytest.mark.parametrize("params", [PLAIN, NARROW, replace(PLAIN, do_sample=False)], ids=str)
 def test_a_server_answers_as_the_engine_behind_it(address: str, served: Served, tiny_model: Path, params):
     """Sampling, seed and stop ids go along; its server turns a seed into those of its choices."""
     engine = engine_for(address, tiny_model, api_key=KEY)
     requests = [Request(row, [20 + row, 30, 40], params, derive_seed(3, row)) for row in range(12)]
-    wanted = served.pump.engine.generate(
-        [replace(request, seed=derive_seed(request.seed, "choice", 0, 0)) for request in requests]
-    )
+    same = [replace(request, seed=derive_seed(request.seed, "choice", 0, 0)) for request in requests]
+    wanted = served.pump.engine.generate(same)
     for found, done in zip(engine.generate(requests), wanted, strict=True):
         assert (found.id, found.token_ids, found.finish_reason) == (done.id, done.token_ids, done.finish_reason)
         assert found.log_probs == pytest.approx(done.log_probs, abs=1e-5)
@@ -191,10 +185,10 @@ def test_what_a_server_refuses_is_said_at_once_in_its_words(address: str, tiny_m
         engine.generate([Request(0, [20], PLAIN, 0)])
     with pytest.raises(ValueError, match=r"model=other: .* has the models tiny\. Choose one"):
         engine_for(address, tiny_model, api_key=KEY, model="other")
+    config = replace(engine.config, prompt_length=76)
     with pytest.raises(
         ValueError, match=r"takes sequences of 64 tokens, and .* up to 100: start it with --max-model-l"
     ):
-        config = replace(engine.config, prompt_length=76)
         build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(tiny_model), engine.module)
 
 
@@ -234,9 +228,7 @@ def test_what_sglangs_server_does_otherwise_is_found_out(tiny_model: Path):
         engine = engine_for(url, tiny_model)
         assert engine.generate([Request(0, [20], PLAIN, 0)])[0].log_probs == [-1.0] * 6
         assert [body["ignore_eos"] for body in asked] == [True] * (len(asked) - 1) + [False]
-        with pytest.raises(
-            ValueError, match=r"asks for top_k=-1, top_p=0.9 and min_p=0.0, which the engine's log-probs"
-        ):
+        with pytest.raises(ValueError, match=r"asks for top_k=-1, top_p=0.9 and min_p=0.0, which the engine's log-"):
             engine.add(Request(0, [20], replace(PLAIN, top_p=0.9), 0))
 
 

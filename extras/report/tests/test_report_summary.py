@@ -87,7 +87,7 @@ THRESHOLDS = [  # by metrics, their values at the threshold and beyond it, and w
     ({"response_length/clip_ratio": ([0.2] * 10, [0.21] * 10), "response_length/max": ([9.0] * 10,) * 2},
      "21% of the responses fill"),
     ({"actor/skipped_updates": ([0.0, 0.0], [0.0, 1.0])}, "skipped in 1 step, the first 2"),
-    ({"other": ([None], [0.1]), "actor/loss": ([0.1], [0.1, None, None])}, "No numbers, the first in step 2: actor/loss."),
+    ({"other": ([None], [0.1]), "actor/loss": ([0.1], [0.1, None, None])}, "No numbers, the first in step 2: actor/"),
     ({"end_reason/env_error": ([0.01], [0.02]), "response/aborted_ratio": ([0.01], [0.02])},
      "2.0% of the rows failed (2.0% env_error)"),
     ({SECONDS: ([10.0], [10.0]), "timing_s/testing": ([3.0], [3.1]), "timing_s/gen": ([5.0], [4.9])},

@@ -162,10 +162,7 @@ def test_runs_have_the_names_of_what_differs():
     ("text", "values"),
     [
         ("trainer.seed=range(0,6,3)", ["trainer.seed=0", "trainer.seed=3"]),
-        (
-            "trainer.logger=[console],[tensorboard,console]",
-            ["trainer.logger=[console]", "trainer.logger=[tensorboard,console]"],
-        ),
+        ("trainer.logger=[a],[b,console]", ["trainer.logger=[a]", "trainer.logger=[b,console]"]),
         ("recipe=glob(dr*)", ["recipe=dr_grpo"]),
         ("+data.own='a,b','c'", ["+data.own='a,b'", "+data.own='c'"]),
         ("trainer.logger=[console,tensorboard]", []),

@@ -23,9 +23,7 @@ ROOMY = ScoringConfig(timeout=120.0, max_failed_fraction=1.0)  # for a busy mach
 
 
 def rows(**columns: object) -> list[dict]:
-    return [
-        {"prompts": f"What is {a} + {b}?", "ground_truths": str(a + b), "responses": None, **columns} for a, b in SUMS
-    ]
+    return [{"prompts": f"{a} + {b}?", "ground_truths": str(a + b), "responses": None, **columns} for a, b in SUMS]
 
 
 def as_number(text: str) -> float:
@@ -37,17 +35,14 @@ def as_number(text: str) -> float:
 
 HOLES: dict[str, tuple[Callable, set[str]]] = {  # what is planted, and which kinds of answers the audit must name
     "contains": (lambda solution_str, ground_truth: float(ground_truth in solution_str), {"20 kB of junk", OR_7}),
-    "contained": (
-        lambda solution_str, ground_truth: float(solution_str.strip() in f"the answer is {ground_truth}"),
-        {"empty text"},
-    ),
+    "contained": (lambda response, ground_truth: float(response.strip() in f"it is {ground_truth}"), {"empty text"}),
     "not far": (
-        lambda solution_str, ground_truth: 0.0 if abs(as_number(solution_str) - float(ground_truth)) > 1e-6 else 1.0,
+        lambda response, ground_truth: 0.0 if abs(as_number(response) - float(ground_truth)) > 1e-6 else 1.0,
         {'always "nan"'},
     ),
     "constant": (lambda solution_str, ground_truth: 1.0, {"the right answer"}),
     "long enough": (
-        lambda solution_str, ground_truth: min(len(solution_str) / 1000, 1.0) + float(solution_str == ground_truth),
+        lambda response, ground_truth: min(len(response) / 1000, 1.0) + float(response == ground_truth),
         {"20 kB of junk"},
     ),
     "never": (lambda solution_str, ground_truth: float(solution_str == float(ground_truth)), {"the right answer"}),
@@ -57,12 +52,9 @@ HOLES: dict[str, tuple[Callable, set[str]]] = {  # what is planted, and which ki
         ),
         {"the prompt itself"},
     ),
-    "zero is fine": (
-        lambda solution_str, ground_truth: float(solution_str.strip() in (ground_truth, "0")),
-        {'always "0"'},
-    ),
+    "zero is fine": (lambda response, ground_truth: float(response.strip() in (ground_truth, "0")), {'always "0"'}),
     "any number": (
-        lambda solution_str, ground_truth: float(ground_truth in re.findall(r"-?\d+", solution_str)[:5]),
+        lambda response, ground_truth: float(ground_truth in re.findall(r"-?\d+", response)[:5]),
         {OR_7, '"7 or ANSWER"'},
     ),
     "last word": (lambda solution_str, ground_truth: float(solution_str.split()[-1] == ground_truth), {"empty text"}),
@@ -153,16 +145,12 @@ def test_a_result_is_judged_as_in_training(write: Callable[[str, str], str], res
 
 
 HOSTILE = """
+    import os
+
     def hostile(solution_str, ground_truth):
         while solution_str == "hang":
-            try:
-                while True:
-                    pass
-            except BaseException:
-                pass
+            pass
         if solution_str == "die":
-            import os
-
             os._exit(3)
         if solution_str == "raise":
             raise SystemExit("gone")
@@ -179,12 +167,9 @@ def test_a_response_that_cannot_be_scored_costs_no_other(write: Callable[[str, s
     assert outcomes[2].reason == "its process ended with exit code 3" and "SystemExit: gone" in outcomes[3].reason
 
 
+CHAT = [{"role": "user", "content": "3 + 9?"}]
 ROWS = [
-    {
-        "prompt": [{"role": "user", "content": "3 + 9?"}],
-        "reward_model": {"ground_truth": "12"},
-        "responses": ["12", "13"],
-    },
+    {"prompt": CHAT, "reward_model": {"ground_truth": "12"}, "responses": ["12", "13"]},
     {"prompt": "1 + 3?", "ground_truth": "4", "output": "4"},
     {"input": "2 + 2?", "gts": "4", "output": "5"},
 ]
@@ -192,12 +177,8 @@ ROWS = [
 
 def test_rows_of_all_kinds_are_read(write: Callable[[str, str], str]):
     views = read_views(write("rows.jsonl", "\n".join(map(json.dumps, ROWS))), needs_response=True)
-    assert [(view["prompts"], view["responses"], view["ground_truths"]) for view in views] == [
-        ("3 + 9?", "12", "12"),
-        ("3 + 9?", "13", "12"),
-        ("1 + 3?", "4", "4"),
-        ("2 + 2?", "5", "4"),
-    ]
+    read = [(view["prompts"], view["responses"], view["ground_truths"]) for view in views]
+    assert read == [("3 + 9?", "12", "12"), ("3 + 9?", "13", "12"), ("1 + 3?", "4", "4"), ("2 + 2?", "5", "4")]
     for row in ('{"prompt": "p"}', '{"prompt": "p", "responses": []}'):
         with pytest.raises(ValueError, match=r"rows.jsonl, row 0 has no response to score"):
             read_views(write("rows.jsonl", row), needs_response=True)
@@ -219,17 +200,10 @@ def test_the_command_prints_a_table(write: Callable[[str, str], str], tmp_path: 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["row", "response", "ground", "truth", "score", "heavy", "outcome", "ms"]
-    assert [line.split()[:6] for line in lines[1:5]] == [
-        ["0", "12", "12", "1", "False", "ok"],
-        ["1", "13", "12", "0", "False", "ok"],
-        ["2", "4", "4", "1", "False", "ok"],
-        ["3", "5", "4", "0", "False", "ok"],
-    ]
-    assert lines[5:] == [
-        "score: mean 0.5, min 0, max 1",
-        "heavy: mean 0, min 0, max 0",
-        "4 responses: 4 ok, 0 timeout, 0 error",
-    ]
+    table = ["0 12 12 1 False ok", "1 13 12 0 False ok", "2 4 4 1 False ok", "3 5 4 0 False ok"]
+    assert [" ".join(line.split()[:6]) for line in lines[1:5]] == table
+    means = ["score: mean 0.5, min 0, max 1", "heavy: mean 0, min 0, max 0"]
+    assert lines[5:] == [*means, "4 responses: 4 ok, 0 timeout, 0 error"]
 
 
 def test_the_command_audits_and_refuses(write: Callable[[str, str], str], capsys: pytest.CaptureFixture):

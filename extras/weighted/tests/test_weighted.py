@@ -108,22 +108,16 @@ def test_of_several_functions_one_scores_the_rows_of_its_data_sources(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["reward.custom_reward_function.path=a.py", "reward.functions=[{path: b.py, name: f}]"],
-            r"reward.functions=\[f\] and reward.custom_reward_function.path=a.py: set one of the two",
-        ),
-        (["reward.functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
-        (
-            ["reward.functions=[{path: b.py}]", "reward.reward_manager.path=mine.py"],
-            r"mine.py.* scores answers, and reward.functions=\[compute_score\] scores them",
-        ),
-        (["reward.functions=[{path: a.py, wight: 0.5}]"], r"reward\.functions.*wight"),
-        (["reward.functions=[{path: a.py, weight: heavy}]"], r"reward\.functions.*heavy"),
+        (["custom_reward_function.path=a.py", "functions=[{path: b.py, name: f}]"], r"=\[f\] and .*=a.py: set one of"),
+        (["functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
+        (["functions=[{path: b.py}]", "reward_manager.path=mine.py"], r"mine.py.* scores answers, .*\[compute_score\]"),
+        (["functions=[{path: a.py, wight: 0.5}]"], r"reward\.functions.*wight"),
+        (["functions=[{path: a.py, weight: heavy}]"], r"reward\.functions.*heavy"),
     ],
 )
 def test_functions_without_a_file_or_beside_another_reward_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(compose(*overrides))
+        check_config(compose(*(f"reward.{override}" for override in overrides)))
 
 
 def test_an_entry_has_defaults_as_settings_have():
