@@ -70,14 +70,9 @@ def as_number(solution_str: str) -> float:
 def collector(
     rows: list[dict], *overrides: str, reward: RewardManager | None = None, prompts: int = 2, rollout: Any = None
 ) -> RayPPOTrainer:
-    config = compose(
-        f"data.train_batch_size={prompts}",
-        f"actor_rollout_ref.rollout.n={len(rows[0]['answers'])}",
-        "algorithm.adv_estimator=grpo",
-        f"data.max_response_length={WIDTH}",
-        *overrides,
-        name="ppo_trainer",
-    )
+    sizes = [f"data.train_batch_size={prompts}", f"actor_rollout_ref.rollout.n={len(rows[0]['answers'])}"]
+    own = ["algorithm.adv_estimator=grpo", f"data.max_response_length={WIDTH}", *overrides]
+    config = compose(*sizes, *own, name="ppo_trainer")
     loader = PromptLoader(rows, prompts, SequentialSampler(rows, config.data))
     return trainer_on(config, TOKENIZER, rollout or Parrot(), reward or FunctionReward(as_number), train_loader=loader)
 

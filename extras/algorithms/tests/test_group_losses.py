@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
 from data.protocol import DataProto
 from extras.algorithms import group_losses
 from extras.algorithms.group_losses import LOSSES, GroupIds
-from tests.batches import CUTS, close, ragged_batch, relative_distance, update_of
+from tests.batches import CUTS, close, ragged_batch, recorded, relative_distance, update_of
 from tests.runs import compose
 from tests.test_policy_losses import Batch
 from training.losses import get_policy_loss
@@ -137,13 +138,8 @@ def actor_of(policy, name, cut):
 def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name):
     gradients = []
     for cut in ("all rows", "1 row", "24 tokens"):
-        actor, config = actor_of(policy, name, cut)
-        parameters = list(actor.engine.module.parameters())
-        actor.engine.optimizer.register_step_pre_hook(
-            lambda *_, p=parameters: gradients.append([x.grad.clone() for x in p])
-        )
-        batch = grouped_batch()
-        actor.update_policy(batch, update_of(batch, config))
+        (actor, config), batch = actor_of(policy, name, cut), grouped_batch()
+        gradients.append(recorded(actor.engine, partial(actor.update_policy, batch, update_of(batch, config)))[1])
     assert any(gradient.any() for gradient in gradients[0])
     assert relative_distance(gradients[0], gradients[1]) < 1e-5 > relative_distance(gradients[0], gradients[2])
 

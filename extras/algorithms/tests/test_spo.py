@@ -38,10 +38,8 @@ def tracker(**rho):
         return DataProto.from_dict({"old_log_probs": actor.log_prob * batch.batch["response_mask"].float()})
 
     actor = SimpleNamespace(log_prob=-1.0, asked=[], compute=compute)
-    config = SimpleNamespace(
-        trainer=SimpleNamespace(spo=SPOConfig(rho=RhoConfig(**rho))),
-        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(temperature=1.0)),
-    )
+    trainer, rollout = SimpleNamespace(spo=SPOConfig(rho=RhoConfig(**rho))), SimpleNamespace(temperature=1.0)
+    config = SimpleNamespace(trainer=trainer, actor_rollout_ref=SimpleNamespace(rollout=rollout))
     return SuccessTracker(SimpleNamespace(config=config, actor=actor)), actor
 
 
@@ -118,7 +116,6 @@ def test_a_resumed_run_has_the_counters_to_the_bit(tiny_model: Path, tmp_path: P
     assert [metrics[step]["spo/known"] for step in (2, 3, 4)] == [0, 1, 1] and metrics[3]["spo/moved"] > 0
     assert learning_metrics(tmp_path / "stopped") == metrics
     assert state_files(tmp_path / "stopped", 4) == state_files(tmp_path / "unbroken", 4)
-    saved = [
-        torch.load(tmp_path / name / "global_step_4/trainer_state.pt")["stages"] for name in ("stopped", "unbroken")
-    ]
+    files = [tmp_path / name / "global_step_4/trainer_state.pt" for name in ("stopped", "unbroken")]
+    saved = [torch.load(file)["stages"] for file in files]
     assert saved[0] == saved[1] and len(saved[0]["SuccessTracker"]["counters"]) == 8

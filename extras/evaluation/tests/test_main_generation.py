@@ -26,9 +26,7 @@ def write(folder: Path, rows: list[dict] = ROWS) -> Path:
     return file
 
 
-def generate(
-    folder: Path, model: Path, *overrides: str, name: str = "out.jsonl", rows: list[dict] = ROWS
-) -> list[dict]:
+def generate(folder: Path, model: Path, *overrides: str, name: str = "out.jsonl", rows=ROWS) -> list[dict]:
     settings = [f"model.path={model}", f"data.path={write(folder, rows)}", f"data.output_path={folder}/{name}"]
     lengths = ["data.max_prompt_length=32", "data.max_response_length=6"]
     main([*settings, *lengths, *overrides])
@@ -121,9 +119,8 @@ def test_a_stopped_run_goes_on_with_its_own_settings_alone(tmp_path, tiny_model,
 
 def test_parquet_goes_in_and_out(tmp_path, tiny_model):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROWS[1]] * 3), tmp_path / "chats.parquet")
-    found = generate(
-        tmp_path, tiny_model, f"data.path={tmp_path}/chats.parquet", "data.n_samples=2", name="out.parquet"
-    )
+    settings = [f"data.path={tmp_path}/chats.parquet", "data.n_samples=2"]
+    found = generate(tmp_path, tiny_model, *settings, name="out.parquet")
     assert [row["prompt"] for row in found] == [ROWS[1]["prompt"]] * 3
     assert all(len(row["responses"]) == len(row["end_reasons"]) == len(row["response_lengths"]) == 2 for row in found)
 
@@ -131,24 +128,24 @@ def test_parquet_goes_in_and_out(tmp_path, tiny_model):
 def test_strings_can_be_chat(tmp_path, tiny_model):
     rows = [{"prompt": "say abc"}]
     [raw] = generate(tmp_path, tiny_model, "rollout.do_sample=false", name="raw.jsonl", rows=rows)
-    [chat] = generate(
-        tmp_path, tiny_model, "rollout.do_sample=false", "data.strings_are_chat=true", name="chat.jsonl", rows=rows
-    )
+    as_chat = ["rollout.do_sample=false", "data.strings_are_chat=true"]
+    [chat] = generate(tmp_path, tiny_model, *as_chat, name="chat.jsonl", rows=rows)
     texts = ["say abc", "<|user|>say abc<|end|><|assistant|>"]
     assert [*raw["responses"], *chat["responses"]] == slow_answers(tiny_model, texts)
 
 
-def test_an_engine_of_the_users_answers(tmp_path, tiny_model):
-    (tmp_path / "my_engine.py").write_text(
-        """
+ECHO = """
 from workers.rollout import Completion, Rollout
 
 class Echo(Rollout):
     def generate(self, requests):
-        return [Completion(one.id, one.prompt_ids[:2], [0.0] * len(one.prompt_ids[:2]), "length", 0) 
-                for one in requests]
+        said = {one.id: one.prompt_ids[:2] for one in requests}
+        return [Completion(number, ids, [0.0] * len(ids), "length", 0) for number, ids in said.items()]
 """
-    )
+
+
+def test_an_engine_of_the_users_answers(tmp_path, tiny_model):
+    (tmp_path / "my_engine.py").write_text(ECHO)
     found = generate(tmp_path, tiny_model, f"rollout.name={tmp_path}/my_engine.py")
     assert [row["responses"] for row in found][::2] == [["ab"], ["an"], ["yx"]]
 

@@ -31,9 +31,8 @@ def batch_of(rows: list) -> DataProto:
             columns["response_mask"][row, place : place + len(ids)] = policy
             place += len(ids)
             columns["token_level_scores"][row, place - 1] = reward
-    return DataProto.from_single_dict(
-        {name: column if "scores" in name else column.long() for name, column in columns.items()}
-    )
+    whole = {name: columns[name].long() for name in ("responses", "response_mask")}
+    return DataProto.from_single_dict(columns | whole)
 
 
 @pytest.mark.parametrize("in_episodes", [False, True])

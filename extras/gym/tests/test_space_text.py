@@ -126,14 +126,11 @@ ACTIONS = [
 @pytest.mark.parametrize("space", ACTIONS, ids=str)
 def test_any_action_survives_being_said_and_read(space):
     space.seed(0)
+    text = SpaceText(space)
     for _ in range(50):
-        action = SpaceText(space).plain(space.sample())
-        assert (
-            SpaceText(space).read(SpaceText(space).answer(action))
-            == action
-            == SpaceText(space).plain(SpaceText(space).native(action))
-        )
-        assert hash(action) is not None and space.contains(SpaceText(space).native(action))
+        action = text.plain(space.sample())
+        assert text.read(text.answer(action)) == action == text.plain(text.native(action))
+        assert hash(action) is not None and space.contains(text.native(action))
 
 
 @pytest.mark.parametrize("space", ACTIONS, ids=str)

@@ -40,22 +40,17 @@ def written(tmp_path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def read(folder: Path, file: Path, **settings: Any) -> RLHFDataset:
-    return RLHFDataset(
-        str(file), load_tokenizer(ModelConfig(path=str(folder))), DataConfig(max_prompt_length=64, **settings)
-    )
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    return RLHFDataset(str(file), tokenizer, DataConfig(max_prompt_length=64, **settings))
 
 
 def test_every_form_of_an_image_is_the_same_image(tmp_path: Path):
-    image = picture(0)
-    (tmp_path / "one.png").write_bytes(png(image))
+    image, file = picture(0), f"{tmp_path}/one.png"
+    Path(file).write_bytes(png(image))
     coded = base64.b64encode(png(image)).decode()
     forms = [image, np.asarray(image), png(image), {"bytes": png(image)}, {"bytes": coded}, {"image": image}]
-    forms += [
-        str(tmp_path / "one.png"),
-        {"image": str(tmp_path / "one.png")},
-        {"bytes": None, "path": f"{tmp_path}/one.png"},
-    ]
-    forms += [{"url": f"data:image/png;base64,{coded}"}, f"file://{tmp_path}/one.png"]
+    forms += [file, f"file://{file}", {"image": file}, {"bytes": None, "path": file}]
+    forms += [{"url": f"data:image/png;base64,{coded}"}]
     assert all(read_image(form).tobytes() == image.tobytes() for form in forms)
 
 

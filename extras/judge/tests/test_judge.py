@@ -96,11 +96,8 @@ def test_the_question_and_the_score():
 
 
 def test_a_busy_or_failing_server_is_asked_again_and_then_no_more():
-    replies = [(429, "busy"), (503, "starting")]
-    with answering(lambda number, body: replies[number - 1] if number < 3 else says("Score: 8"), Retry_After="0") as (
-        url,
-        asked,
-    ):
+    replies = [(429, "busy"), (503, "starting"), says("Score: 8")]
+    with answering(lambda number, body: replies[number - 1], Retry_After="0") as (url, asked):
         assert asked_of(url)["score"] == 0.8 and len(asked) == 3
     with answering(lambda *_: (500, "broken")) as (url, asked):
         with pytest.raises(ConnectionError, match="failed 3 times, status 500: broken"):
@@ -137,10 +134,8 @@ def test_answers_are_kept_by_all_that_decides_them(tmp_path: Path):
     cache = str(tmp_path / "deep" / "judge.sqlite")
     with answering(lambda number, _: says(f"Score: {number}")) as (url, asked):
         assert [asked_of(url, cache=cache)["score"] for _ in range(2)] == [0.1, 0.1]
-        assert [asked_of(url, cache=cache, **other)["score"] for other in ({"max_tokens": 5}, {"model": "b"})] == [
-            0.2,
-            0.3,
-        ]
+        for other, score in (({"max_tokens": 5}, 0.2), ({"model": "b"}, 0.3)):
+            assert asked_of(url, cache=cache, **other)["score"] == score
         assert asked_of(url, "other", cache=cache)["score"] == 0.4 and len(asked) == 4
     with answering(lambda *_: says("no grade")) as (url, asked):
         for _ in range(2):

@@ -178,9 +178,7 @@ def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedT
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_and_values_are_kept_in_bfloat16_where_that_multiplies_them(
-    tokenizer: PreTrainedTokenizerBase, family: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_keys_and_values_are_kept_in_bfloat16_where_that_multiplies_them(tokenizer, family, monkeypatch):
     """Under autocast: half the bytes, as the memory that is announced counts them; turn by turn, the tokens and the
     log-probs that float32 gives, to the bit."""
     runs, model = [], random_model(family, "packed")

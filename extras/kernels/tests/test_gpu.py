@@ -114,9 +114,8 @@ def test_the_token_head_is_a_softmax_over_the_vocabulary(dtype):
             log_probs, entropy = log_pi.gather(1, labels.to(DEVICE)[:, None])[:, 0], -(log_pi.exp() * log_pi).sum(-1)
         else:
             with precision(dtype):
-                log_probs, entropy, _ = score_tokens(
-                    *inputs, labels.to(DEVICE), temperature=TEMPERATURE, with_entropy=True, tile_bytes=1 << 20
-                )
+                options = {"temperature": TEMPERATURE, "with_entropy": True, "tile_bytes": 1 << 20}
+                log_probs, entropy, _ = score_tokens(*inputs, labels.to(DEVICE), **options)
         ((log_probs + 0.1 * entropy) * upstream.to(DEVICE)).sum().backward()
         return [x.detach().cpu().double() for x in (log_probs, entropy, *(tensor.grad for tensor in inputs))]
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -73,13 +73,12 @@ def make(name: str) -> PreTrainedModel:
     return model
 
 
-def packed(model: PreTrainedModel, longest: int = 1000) -> PreTrainedModel:
-    return scoring_model(with_hooks(model), ModelConfig(), torch.device("cpu"), torch.float32, longest)
+def packed(model: PreTrainedModel, dtype: torch.dtype = torch.float32, is_packed: bool = True) -> PreTrainedModel:
+    settings = ModelConfig(use_remove_padding=is_packed)
+    return scoring_model(with_hooks(model), settings, torch.device("cpu"), dtype, longest=1000)
 
 
-def padded(model: PreTrainedModel) -> PreTrainedModel:
-    settings = ModelConfig(use_remove_padding=False)
-    return scoring_model(with_hooks(model), settings, torch.device("cpu"), torch.float32, longest=1000)
+padded = partial(packed, is_packed=False)
 
 
 def log_probs(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
@@ -93,9 +92,8 @@ def groups(prompt_lengths: list[int], response_lengths: list[list[int]], seed: i
     for length, responses in zip(prompt_lengths, response_lengths, strict=True):
         prompts += [random_ids(length, generator)] * len(responses)
         answers += [random_ids(size, generator) for size in responses]
-    columns = padded_columns(
-        prompts, answers, max(map(len, prompts)) + 2, max(map(len, answers)) + 1, pad_token_id=0
-    ).tensors
+    widths = max(map(len, prompts)) + 2, max(map(len, answers)) + 1
+    columns = padded_columns(prompts, answers, *widths, pad_token_id=0).tensors
     real = columns["response_mask"].bool()
     for name, mean, spread in [("old_log_probs", -4.6, 0.3), ("ref_log_prob", -4.6, 0.3), ("advantages", 0.0, 1.0)]:
         columns[name] = torch.where(real, mean + spread * torch.randn(real.shape, generator=generator), 1e3)
@@ -132,12 +130,8 @@ def test_packed_scores_and_gradients_are_those_of_padded_rows(name, lengths):
         weights = torch.randn(scores.log_probs.shape, generator=torch.Generator().manual_seed(1)) * micro.is_scored
         loss = (torch.where(micro.is_scored, scores.log_probs + scores.entropy, 0.0) * weights).sum()
         loss.backward()
-        found.append(
-            (
-                [torch.where(micro.is_scored, one, 0.0) for one in scores[:3]],
-                [p.grad for p in module.parameters() if p.requires_grad],
-            )
-        )
+        gradients = [p.grad for p in module.parameters() if p.requires_grad]
+        found.append(([torch.where(micro.is_scored, one, 0.0) for one in scores[:3]], gradients))
     for one, other in zip(found[0][0], found[1][0], strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
     assert relative_distance(found[1][1], found[0][1]) < 1e-5
@@ -208,9 +202,7 @@ def test_flex_attention_is_compiled_for_no_other_length(flex):
     flex.is_on, generator = True, torch.Generator().manual_seed(0)
     for heads, key_heads in ((14, 2), (3, 1)):
         before = flex.graphs
-        model = scoring_model(
-            with_hooks(qwen2(heads, key_heads)), ModelConfig(), torch.device("cpu"), torch.bfloat16, 1000
-        )
+        model = packed(qwen2(heads, key_heads), dtype=torch.bfloat16)
         assert model.shares_prompts and flex.graphs - before == 2
         for rows, longest in ((1, 7), (3, 90), (5, 280), (1, 1)):
             answers = torch.randint(1, longest + 1, (rows, 4), generator=generator).tolist()
@@ -281,9 +273,8 @@ def test_checkpointing_computes_each_layer_again_once():
 
 def test_values_too():
     torch.manual_seed(0)
-    value_model = LlamaForTokenClassification(
-        LlamaConfig(**SHAPE, num_labels=1, classifier_dropout=0.0, pad_token_id=0)
-    )
+    config = LlamaConfig(**SHAPE, num_labels=1, classifier_dropout=0.0, pad_token_id=0)
+    value_model = LlamaForTokenClassification(config)
     models = padded(copy.deepcopy(value_model)), packed(value_model)
     assert [is_packed(model) for model in models] == [False, True]
     gradients = []

@@ -80,9 +80,8 @@ def save_model(folder: Path) -> Path:
     """A Qwen2 of two layers, tied, whose four heads share two of keys."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **shape)
-    )
+    shape |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
     model.generation_config.eos_token_id = 7
     model.save_pretrained(folder)
     numbers_tokenizer(VOCABULARY).save_pretrained(folder)
@@ -104,9 +103,8 @@ def run_stages(folder: Path, setting: Setting, device: torch.device, gpu: Preten
         gpu.reset()
         return result
 
-    settings = ModelConfig(
-        path=str(folder), use_remove_padding=setting.packed, enable_gradient_checkpointing=setting.checkpointing
-    )
+    ways = {"use_remove_padding": setting.packed, "enable_gradient_checkpointing": setting.checkpointing}
+    settings = ModelConfig(path=str(folder), **ways)
     numbers = (device, setting.dtype, PROMPT + RESPONSE)
     run.model = load_causal_lm(settings, *numbers)
     engine = TrainEngine(run.model, OptimConfig(), 10, *numbers[:2])
@@ -195,12 +193,8 @@ def test_the_device_computes_what_the_cpu_does(gpu_run, folder):
     with PretendedGPU() as gpu:  # which nothing here asks for
         on_cpu = run_stages(folder, setting, CPU, gpu)
     assert not any(on_cpu.syncs.values())
-    for stage, name in [
-        ("generation", "responses"),
-        ("log_probs", "old_log_probs"),
-        ("reference", "ref_log_prob"),
-        ("values", "values"),
-    ]:
+    columns = {"generation": "responses", "log_probs": "old_log_probs", "reference": "ref_log_prob", "values": "values"}
+    for stage, name in columns.items():
         close(run.results[stage].batch[name], on_cpu.results[stage].batch[name], 1e-5)
     for stage in ("update", "update critic"):
         assert run.results[stage] == pytest.approx(on_cpu.results[stage], rel=1e-4, abs=1e-5)
@@ -215,11 +209,9 @@ def test_syncs_are_bounded(gpu_run, stage):
 
 
 ELSEWHERE = {"gvpo", "pair", "spin", "distillation", "distillation_topk"}  # they read columns of stages
+MODES = sorted({*POLICY_LOSS_REGISTRY} - ELSEWHERE)
 LOSSES = [
-    *(
-        {"policy_loss": PolicyLossConfig(loss_mode=name, dro_beta=0.05)}
-        for name in sorted({*POLICY_LOSS_REGISTRY} - ELSEWHERE)
-    ),
+    *({"policy_loss": PolicyLossConfig(loss_mode=name, dro_beta=0.05)} for name in MODES),
     *({"loss_agg_mode": mode, "entropy_coeff": 0.1} for mode in AGGREGATION_MODES),
     *({"use_kl_loss": True, "kl_loss_type": kind} for kind in KL_TYPES),
 ]

@@ -186,9 +186,7 @@ def test_what_a_server_refuses_is_said_at_once_in_its_words(address: str, tiny_m
     with pytest.raises(ValueError, match=r"model=other: .* has the models tiny\. Choose one"):
         engine_for(address, tiny_model, api_key=KEY, model="other")
     config = replace(engine.config, prompt_length=76)
-    with pytest.raises(
-        ValueError, match=r"takes sequences of 64 tokens, and .* up to 100: start it with --max-model-l"
-    ):
+    with pytest.raises(ValueError, match=r"takes sequences of 64 tokens, and .* up to 100: start it with --max-mod"):
         build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(tiny_model), engine.module)
 
 

@@ -139,9 +139,7 @@ def test_what_a_server_refuses_is_not_tried_again(tmp_path: Path, route: str, an
     (0.2, 200, r"/update_weights gave no answer in 0\.2 seconds"),
     (600, 503, r"/health failed, status 503"),  # its engine has died
 ])  # fmt: skip
-def test_an_answer_that_does_not_come_ends_the_sync(
-    seconds: float, health: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_answer_that_does_not_come_ends_the_sync(seconds, health, words, tmp_path, monkeypatch):
     monkeypatch.setattr(transfers, "LOOK_SECONDS", 0.5)
     over = Event()
 
@@ -282,9 +280,7 @@ def test_a_transfer_that_never_ends_is_given_up(stand_in: None, tmp_path: Path, 
     assert FINISH not in [path for path, _ in calls]
 
 
-def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(
-    address: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(address, tiny_model, monkeypatch):
     """Sharded weights are put together by all workers, in the same order."""
     engine, made = engine_for(address, tiny_model, api_key=KEY), []
     monkeypatch.setattr(engine.transfer, "send", lambda weights, version: pytest.fail("a second worker sends"))
@@ -299,9 +295,7 @@ def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(
 
 @needs_vllm
 @pytest.mark.slow
-def test_one_server_takes_weights_either_way(
-    stand_in: None, vllm_address: str, wide_headed_model: Path, tmp_path: Path, monkeypatch
-):
+def test_one_server_takes_weights_either_way(stand_in, vllm_address, wide_headed_model, tmp_path, monkeypatch):
     """By vLLM's transfer, from one trainer after another, then from a whole run by shared memory. With two updates a
     step, so that the trainer's log-probs of what was sampled are computed: they are those of the server."""
     monkeypatch.setattr(transfers, "BUCKET_BYTES", 100_000)

@@ -170,17 +170,14 @@ def test_each_step_learns_the_prompts_of_the_synchronous_run_from_tokens_within_
 
 def test_groups_that_are_finished_first_are_learnt_once_and_again_in_that_order(cluster, tiny_model, tmp_path, learnt):
     more = ["data.max_response_length=20", "trainer.total_training_steps=4", "trainer.max_staleness=2"]
-    settings = [*AHEAD, *more, "trainer.batch_order=first_come"]
-    metrics = trained(tmp_path / "first", tiny_model, *settings, "trainer.save_freq=2")
+    settings = [*AHEAD, *more, "trainer.batch_order=first_come", "trainer.save_freq=2"]
+    metrics = trained(tmp_path / "first", tiny_model, *settings)
     lines = [json.loads(line) for line in (tmp_path / "first" / "groups.jsonl").read_text().splitlines()]
     names = [name for line in lines for name in line["groups"]]
-    assert [len(line["groups"]) for line in lines] == [4] * 4 and {*names} == {
-        f"{n}-{i}" for n in (1, 2, 3, 4) for i in range(4)
-    }
+    assert [len(line["groups"]) for line in lines] == [4] * 4
+    assert {*names} == {f"{n}-{i}" for n in (1, 2, 3, 4) for i in range(4)}
     rows = dict(learnt)
-    again = trained(
-        tmp_path / "again", tiny_model, *settings, "trainer.save_freq=2", f"trainer.replay={tmp_path}/first"
-    )
+    again = trained(tmp_path / "again", tiny_model, *settings, f"trainer.replay={tmp_path}/first")
     assert again == metrics and learnt == rows
     assert_same_weights(tmp_path / "first", tmp_path / "again", step=4)
 

@@ -36,9 +36,7 @@ POOLS = {
 
 
 @pytest.mark.parametrize("pools", [pytest.param(name, marks=needs_vllm) if "vllm" in name else name for name in POOLS])
-def test_pools_on_two_machines_learn_what_one_pool_learns(
-    machines, wide_headed_model: Path, tmp_path: Path, pools: str
-):
+def test_pools_on_two_machines_learn_what_one_pool_learns(machines, wide_headed_model, tmp_path, pools):
     """To the bit, but for what an engine's log-probs are off: a batch of another size is added up in another order."""
     colocated = [setting for setting in POOLS[pools] if setting == VLLM or not setting.startswith(ROLLOUT)]
     one_pool = "trainer.executor=ray", "trainer.n_threads=1"

@@ -14,16 +14,7 @@ from tests.test_ray_trainer import ALL_ROWS, MINI, make_trainer
 
 SCORES = [3.0, 7.0, -2.0, 0.0, 1.0]
 FAILED, COMPLETED = (1,), (0, 2, 3, 4)
-METHODS = {  # of the four rows that did not fail, by hand
-    "pow": [9, 4, 0, 1],
-    "max_min": [1, 1, 0, 0],
-    "max_random": [0.4, 0.1, 0.1, 0.1],
-}
-
-
-def drawn(method: str, seed: int, batch: DataProto | None = None) -> list[int]:
-    batch = scored(SCORES, "aabbb", FAILED) if batch is None else batch
-    return pf_ppo(batch, seed, reweight_method=method)
+METHODS = {"pow": [9, 4, 0, 1], "max_min": [1, 1, 0, 0], "max_random": [0.4, 0.1, 0.1, 0.1]}  # of COMPLETED, by hand
 
 
 def pf_ppo(batch: DataProto, seed: int, **settings) -> list[int]:
@@ -35,7 +26,8 @@ def pf_ppo(batch: DataProto, seed: int, **settings) -> list[int]:
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_are_drawn_as_often_as_their_weights_say(method):
     weights = torch.tensor(METHODS[method], dtype=torch.float64)
-    draws = [drawn(method, seed) for seed in range(1000)]
+    batch = scored(SCORES, "aabbb", FAILED)
+    draws = [pf_ppo(batch, seed, reweight_method=method) for seed in range(1000)]
     assert {len(rows) for rows in draws} == {5}
     counts = Counter(row for rows in draws for row in rows)
     for row, probability in zip(COMPLETED, (weights / weights.sum()).tolist(), strict=True):
@@ -51,12 +43,9 @@ def test_if_all_failed_each_row_stays():
 
 def test_pf_ppo_weights_by_hand_and_an_unknown_method():
     scores = torch.tensor([-2.0, 0.0, 1.0, 1.0]).double()
-    for arguments, weights in [
-        ((), [4, 0, 1, 1]),
-        (("pow", 1.0), [2, 0, 1, 1]),
-        (("max_min",), [1, 0, 1, 1]),
-        (("max_random",), [0.1, 0.1, 0.4, 0.4]),
-    ]:
+    by_hand = {(): [4, 0, 1, 1], ("pow", 1.0): [2, 0, 1, 1]}
+    by_hand |= {("max_min",): [1, 0, 1, 1], ("max_random",): [0.1, 0.1, 0.4, 0.4]}
+    for arguments, weights in by_hand.items():
         assert pf_ppo_weights(scores, *arguments).tolist() == pytest.approx([weight + 1e-8 for weight in weights])
     with pytest.raises(ValueError, match=r"'median', but must be 'pow', 'max_min' or 'max_random'"):
         pf_ppo_weights(scores, "median")
@@ -83,7 +72,5 @@ def test_pf_ppo_changes_what_is_learnt_and_neither_the_batch_nor_the_number_of_u
             assert all(update.token_level_scores.sum() == 8 for update in updates)
             assert batch.token_level_scores.sum() < 16
     learnt = {name: [update.input_ids.tolist() for update in updates] for name, (updates, _) in taught.items()}
-    assert learnt["first"] == learnt["again"] and torch.equal(
-        taught["first"][1].responses, taught["plain"][1].responses
-    )
-    assert learnt["first"] != learnt["other seed"]
+    assert learnt["first"] == learnt["again"] != learnt["other seed"]
+    assert torch.equal(taught["first"][1].responses, taught["plain"][1].responses)

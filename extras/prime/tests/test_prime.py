@@ -230,13 +230,8 @@ def test_ranks_take_the_step_of_one(ranks: Ranks, policy: Path):
 
 # Runs
 
-PRIME = [
-    "recipe=prime",
-    "algorithm.filter_groups.enable=false",
-    "algorithm.prime.optim.lr=1e-3",
-    "data.max_response_length=4",
-    "env.val_episodes=0",
-]
+PRIME = ["recipe=prime", "algorithm.filter_groups.enable=false", "algorithm.prime.optim.lr=1e-3"]
+PRIME += ["data.max_response_length=4", "env.val_episodes=0"]
 
 
 def play(model: Path, folder: Path, *more: str) -> dict[int, dict[str, float]]:

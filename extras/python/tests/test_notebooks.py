@@ -78,10 +78,8 @@ def test_the_notebook_of_a_gpu_runs_up_to_where_one_is_needed_and_shows_its_figu
     notebook = nbformat.read(ROOT / "examples/gpu.ipynb", 4)
     cells = {cell.id: cell for cell in notebook.cells}
     cells["parameters"].source += f"\nREPOSITORY, PYTHON = {str(ROOT)!r}, {sys.executable!r}"
-    kept = (
-        f"Path('outputs/gpu').mkdir(parents=True)\nPath('outputs/gpu/figures.json').write_text({json.dumps(FIGURES)!r})"
-    )
-    cells["run"].source += f"\n{kept}"
+    kept = f"Path('outputs/gpu/figures.json').write_text({json.dumps(FIGURES)!r})"
+    cells["run"].source += f"\nPath('outputs/gpu').mkdir(parents=True)\n{kept}"
     NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert "torch finds no GPU on this machine" in said(cells["run"].outputs)
     assert "Tesla T4, computing in float32: 7.9 TFLOP/s" in said(cells["figures"].outputs)
@@ -200,7 +198,7 @@ MISTAKES = {
     "form": ("trainer.reward = lambda text: 1.0; trainer.train()", "none of the known forms"),
     "reward": (
         "def broken(response):\n    return respones\n\ntrainer.reward = broken; trainer.train()",
-        "line 2 of its cell",
+        "line 2 of its",
     ),
 }
 

@@ -52,10 +52,8 @@ def made(model: PreTrainedModel, tiny_model: Path, tmp_path: Path) -> Callable[.
     """made(reward, rows, …) is a GRPOTrainer of `model` in a folder of its own."""
 
     def make(reward: Any = None, rows: Any = ROWS, settings: dict | None = None, kind: type = GRPOTrainer, **more: Any):
-        folder = {"trainer.default_local_dir": str(tmp_path / "run")}
-        return kind(
-            model, reward, rows, tokenizer=str(tiny_model), settings={**STEP, **folder, **(settings or {})}, **more
-        )
+        settings = {**STEP, "trainer.default_local_dir": str(tmp_path / "run"), **(settings or {})}
+        return kind(model, reward, rows, tokenizer=str(tiny_model), settings=settings, **more)
 
     return make
 
@@ -182,9 +180,7 @@ def test_the_spelling_of_the_design_documents(model, tiny_model, tmp_path, monke
         seen.append(prompt)
         return float(len(set(response)))
 
-    more = {
-        name: value for name, value in STEP.items() if name not in ("data.train_batch_size", "trainer.total_epochs")
-    }
+    more = {name: value for name, value in STEP.items() if name != "data.train_batch_size"}
     config = TrainingConfig(more, total_epochs=1, learning_rate=1e-3, ppo_epochs=2, clip_range=0.3, kl_coef=0.01)
     trainer = PPOTrainer(model, AutoTokenizer.from_pretrained(tiny_model), config, reward_fn=compute_reward)
     result = trainer.train(DataLoader(ROWS, batch_size=2))

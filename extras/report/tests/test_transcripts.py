@@ -55,11 +55,8 @@ def test_a_record_says_what_was_shown_said_and_earned():
     batch = episode_batch([[[Turn(2, 1, 0.5), Turn(1, 2, 1.0)]]], "transcript", success=[True], reset_seed=[77])
     [record] = sample_rows(batch, Letters(), step=3)
     shown = ["FGH", "".join(map(chr, [ord("A") + 50])), "".join(map(chr, [ord("A") + 51] * 2))]
-    assert record["turns"] == [
-        {"prompt": shown[0], "response": "KK", "reward": 0.5},
-        {"prompt": shown[1], "response": "L", "reward": 1.0},
-        {"prompt": shown[2], "response": "", "reward": 0.0},
-    ]
+    turns = zip(shown, ["KK", "L", ""], [0.5, 1.0, 0.0], strict=True)
+    assert record["turns"] == [{"prompt": text, "response": said, "reward": paid} for text, said, paid in turns]
     about = {"step": 3, "input": "FGH", "output": "KK · L · ", "score": 1.5, "success": True, "reset_seed": 77}
     assert record["response"] == "KK\nL"
     assert record.items() >= about.items() and record["end_reason"] == "terminated"

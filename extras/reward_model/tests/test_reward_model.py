@@ -25,6 +25,7 @@ from training.environment import build_environment
 from training.reward import add_scores
 
 TOKENIZER = build_tokenizer()
+BY_TURNS = ["env.mode=episode", "env.history=turns"]
 CPU = torch.device("cpu")
 CUTS = [{"micro_batch_size_per_gpu": 1}, {"micro_batch_size_per_gpu": 4}, {"forward_max_token_len_per_gpu": 30}, {}]
 OTHER_TEMPLATE = "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + ' ' }}{% endfor %}."
@@ -151,12 +152,9 @@ def test_weights_without_a_trained_head_are_refused(tiny_model: Path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reward_model.enable=true"], r"reward\.reward_model\.model\.path is not set"),
-        (["reward_model.enable=true", "reward_model.model.path={policy}"], r"it has 2 outputs a sequence"),
-        (
-            ["reward_model.enable=true", "reward_model.model.path={rm}", "env.mode=episode", "env.history=turns"],
-            r"env\.history=turns: it scores whole responses.*env\.history=transcript",
-        ),
+        ([], r"reward\.reward_model\.model\.path is not set"),
+        (["reward_model.model.path={policy}"], r"it has 2 outputs a sequence"),
+        (["reward_model.model.path={rm}", *BY_TURNS], r"=turns: it scores whole responses.*env\.history=transcript"),
     ],
 )
 def test_what_cannot_be_a_reward_model_is_refused_before_anything_starts(
@@ -164,7 +162,7 @@ def test_what_cannot_be_a_reward_model_is_refused_before_anything_starts(
 ):
     filled = [override.format(policy=tiny_model, rm=reward_model) for override in overrides]
     with pytest.raises(ValueError, match=message):
-        run(tiny_model, tmp_path / "run", *filled)
+        run(tiny_model, tmp_path / "run", "reward_model.enable=true", *filled)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

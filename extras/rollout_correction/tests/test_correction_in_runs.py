@@ -111,11 +111,7 @@ TWICE = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "algorithm.use_kl_in_r
     ("overrides", "roles", "stages"),
     [
         (["decoupled_token_is"], {}, "generate reward old_log_prob update_actor update_weights"),
-        (
-            ["bypass_ppo_clip", *TWICE],
-            {"ref": True},
-            "generate reward ref update_actor update_actor update_weights",
-        ),
+        (["bypass_ppo_clip", *TWICE], {"ref": True}, "generate reward ref update_actor update_actor update_weights"),
     ],
     ids=["corrected", "bypassed"],
 )

@@ -286,6 +286,7 @@ BLOCKS = [  # (response, the last python block, the first block)
 
 SQUARE = "```python\nprint(int(input()) ** 2)\n```"
 METHOD = "```python\nclass Solution:\n    def double(self, x):\n        return [x, x]\n```"
+ADD = "```python\ndef add(a, b): return a + b\n```"
 CODE = [  # (response, test cases, score): programs that are run
     (SQUARE, {"inputs": ["2", "3"], "outputs": ["4", "9"]}, 1),
     (SQUARE, {"inputs": ["2", "3"], "outputs": ["4", "8"]}, 0.5),
@@ -294,17 +295,9 @@ CODE = [  # (response, test cases, score): programs that are run
     ("```python\nprint(1\n```", {"inputs": [""], "outputs": ["1"]}, 0),
     ("```python\nraise SystemExit(1)\n```", {"inputs": [""], "outputs": [""]}, 0),
     (METHOD, {"inputs": ["1", '"a"'], "outputs": ["[1, 1]", '["a", "a"]'], "fn_name": "double"}, 1),
-    (
-        "```python\ndef add(a, b): return a + b\n```",
-        {"inputs": ["1\n2", "1\n1"], "outputs": ["3", "3"], "fn_name": "add"},
-        0.5,
-    ),
+    (ADD, {"inputs": ["1\n2", "1\n1"], "outputs": ["3", "3"], "fn_name": "add"}, 0.5),
     ("```python\ndef add(a, b): return (a, b)\n```", {"inputs": ["1\n2"], "outputs": ["[1, 2]"], "fn_name": "add"}, 1),
-    (
-        "```python\ndef add(a, b): return a + b\n```",
-        {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]},
-        0.5,
-    ),
+    (ADD, {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]}, 0.5),
     (SQUARE, "no JSON", 0),
     (SQUARE, {"inputs": ["2"]}, 0),
     (SQUARE, {"inputs": [], "outputs": []}, 0),

@@ -9,12 +9,7 @@ from extras.rules.countdown import compute_score, evaluate
 from extras.rules.default import default_compute_score
 from scripts import competition_math, countdown
 
-PROBLEM = {
-    "problem": "What is $1+1$?",
-    "level": "Level 2",
-    "type": "Algebra",
-    "solution": r"It is $\boxed{\frac{4}{2}}$.",
-}
+PROBLEM = {"problem": "What is $1+1$?", "level": "Level 2", "type": "Algebra", "solution": r"$\boxed{\frac{4}{2}}$."}
 
 
 def test_folders_of_math_become_rows_in_verls_form(tmp_path, capsys):
@@ -92,9 +87,6 @@ def test_countdown_counts_exactly():
 
 
 def test_tasks_of_reasoning_gym_are_rows_that_their_own_scorer_reads(reasoning_gym):
-    rows = [row for _, row in read_rows("reasoning_gym:sums?size=3&seed=7")]
-    assert len(rows) == 3 and "7+2?" in rows[2]["prompt"][0]["content"]
-    truth = rows[0]["reward_model"]["ground_truth"]
-    assert default_compute_score(rows[0]["data_source"], "so <answer> 2 </answer>", truth) == 1
-    assert default_compute_score(rows[0]["data_source"], "2", truth) == 1
-    assert default_compute_score(rows[0]["data_source"], "<answer>3</answer>", truth) == 0.25
+    [row] = [row for _, row in read_rows("reasoning_gym:sums?size=1")]
+    for said, score in (("so <answer> 2 </answer>", 1), ("2", 1), ("<answer>3</answer>", 0.25)):
+        assert default_compute_score(row["data_source"], said, row["reward_model"]["ground_truth"]) == score

@@ -124,12 +124,7 @@ def test_words_are_no_algebra():
     assert not symbolic.symbolically_equal("on", "no") and not symbolic.symbolically_equal("1" * 1001, "1")
 
 
-@table(
-    [
-        *(("same_output", *row) for row in cases.OUTPUTS),
-        *(("same_value", *row) for row in cases.VALUES),
-    ]
-)
+@table([*(("same_output", *row) for row in cases.OUTPUTS), *(("same_value", *row) for row in cases.VALUES)])
 def test_what_a_program_wrote(case):
     rule, written, expected, counts = case
     assert getattr(prime_code, rule)(written, expected) is counts

@@ -169,11 +169,8 @@ def test_a_system_without_fences_leaves_the_limits_and_a_hook_and_is_not_taken_f
     ]
     command = [sys.executable, "-c", OPEN, platform.machine(), json.dumps(programs), lacks]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert (
-        "the sandbox is open" in done.stderr
-        and "The program was not run" in done.stderr
-        and "it ran" not in done.stdout
-    )
+    assert "the sandbox is open" in done.stderr and "The program was not run" in done.stderr
+    assert "it ran" not in done.stdout
     results = [Finished(**result) for result in json.loads(done.stdout)]
     outside, inside, large, socket, memory, endless, honest = results
     assert not child.is_closed(outside.fences) and "namespaces" not in outside.fences

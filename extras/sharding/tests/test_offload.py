@@ -137,9 +137,7 @@ def test_weights_are_at_home_but_at_work(tiny_model: Path):
     assert torch.equal(weights[0], before[0] + 1) and all(map(torch.equal, weights[1:], before[1:]))
 
 
-def test_a_run_with_all_of_it_offloaded_has_the_same_numbers(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_with_all_of_it_offloaded_has_the_same_numbers(tiny_model, tmp_path, monkeypatch):
     """Actor, critic, reference and generation by the module, which all come to the device and go again."""
     monkeypatch.setattr(sharding, "on_gpu", lambda device: True)
     terms = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.save_freq=2")
@@ -152,9 +150,7 @@ def test_a_run_with_all_of_it_offloaded_has_the_same_numbers(
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-def test_a_reference_in_bfloat16_scores_as_the_policy_does(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys, agrees: bool
-):
+def test_a_reference_in_bfloat16_scores_as_the_policy_does(tiny_model, monkeypatch, capsys, agrees):
     """To the last bit, so that equal weights have no KL; where a layer would not, it stays in float32."""
     policy = load_causal_lm(ModelConfig(path=str(tiny_model)), CPU, torch.bfloat16)
     if not agrees:

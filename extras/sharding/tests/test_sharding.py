@@ -142,9 +142,7 @@ def gradient_of(
         ({"enable_gradient_checkpointing": True}, {}),
     ],
 )
-def test_shards_have_the_gradient_of_one_process(
-    ranks: Ranks, model: Path, settings: dict[str, Any], kept: dict[str, Any]
-):
+def test_shards_have_the_gradient_of_one_process(ranks, model, settings, kept):
     assert_same_gradient(ranks, model, settings, kept, "sharded")
 
 
@@ -183,9 +181,7 @@ def uneven(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("split shards", {"enable_gradient_checkpointing": True}),
     ],
 )
-def test_parts_of_layers_and_of_a_head_have_the_gradient_of_one_process(
-    ranks: Ranks, uneven: Path, mesh: str, settings: dict[str, Any]
-):
+def test_parts_of_layers_and_of_a_head_have_the_gradient_of_one_process(ranks, uneven, mesh, settings):
     """…and its log-probs and entropies, where parts are uneven, and where all heads share a weight."""
     assert_same_gradient(ranks, uneven, settings, {}, mesh, peers=MESHES[mesh][1])
 
@@ -329,9 +325,7 @@ def refuse(path: Path, batch: DataProto, dtype: torch.dtype) -> list[tuple[dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
-def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all_and_the_next_is_taken(
-    ranks: Ranks, model: Path, dtype: torch.dtype, rounding: float
-):
+def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all_and_the_next_is_taken(ranks, model, dtype, rounding):
     [_, (wanted, _)] = refuse(model, ragged_batch(), dtype)
     for (refused, stayed), (taken, same) in ranks.run(refuse, model, ragged_batch(), dtype):
         assert refused["actor/skipped_updates"] == 1 and stayed
@@ -360,9 +354,7 @@ def held(path: Path, mesh: str, dtype: torch.dtype) -> tuple[int, int, int]:
         ("split shards", 2, 2, torch.float32),
     ],
 )
-def test_a_rank_holds_its_share_of_weights_and_moments(
-    ranks: Ranks, folders: dict[str, Path], mesh: str, shards: int, parts: int, dtype: torch.dtype
-):
+def test_a_rank_holds_its_share_of_weights_and_moments(ranks, folders, mesh, shards, parts, dtype):
     for total, weights, moments in ranks.run(held, folders["untied"], mesh, dtype):
         assert moments == 2 * weights and (parts > 1 or weights == pytest.approx(total / shards, rel=0.02))
 
@@ -391,12 +383,9 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     root = tmp_path_factory.mktemp("folders")
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(1)
-    untied = Qwen2ForCausalLM(
-        Qwen2Config(
-            **{"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-            **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
-        )
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    untied = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads))
     for name, size in (("untied", "1GB"), ("several files", "20KB")):
         untied.save_pretrained(root / name, max_shard_size=size)
     plain = LlamaForCausalLM.from_pretrained(model)
@@ -491,10 +480,8 @@ def handed_over(path: Path, mesh: str) -> dict[str, Tensor]:
 def certify(path: Path, mesh: str) -> list[Any]:
     """Syncs of an engine that samples from the shards, gathered, and of one with a copy, which every second rank leads;
     the last of which brings one matrix as it was."""
-    module, name = (
-        load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(mesh)),
-        "model.layers.1.mlp.up_proj.weight",
-    )
+    module = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(mesh))
+    name = "model.layers.1.mlp.up_proj.weight"
     policy = TrainEngine(module, OPTIM, 10, CPU, torch.float32)
     make = partial(HFRollout, RolloutConfig(prompt_length=8, response_length=4), AutoTokenizer.from_pretrained(path))
     with module.parallel.whole(module):
@@ -515,10 +502,7 @@ def certify(path: Path, mesh: str) -> list[Any]:
         for weight in module.parameters():
             weight.add_(1e-6)
     syncs[0].gathered = None  # what is gathered now is of another version than that of the sync
-    with (
-        module.parallel.whole(module),
-        pytest.raises(RuntimeError, match="gathered from all workers, are not those that"),
-    ):
+    with module.parallel.whole(module), pytest.raises(RuntimeError, match="gathered from all workers, are not those"):
         syncs[0].check_gathered()
     new = dict(policy.weights()) | {name: old[name]}
     policy.weights = lambda merged: new.items()
@@ -540,9 +524,7 @@ def test_a_sync_of_shards_is_certified_by_all_ranks(ranks: Ranks, uneven: Path, 
     ("mesh", "family", "head"),
     [("sharded", "llama", "lm_head"), ("split shards", "llama", "lm_head"), ("sharded", "gpt_neox", "embed_out")],
 )
-def test_an_engine_is_handed_whole_weights_under_all_their_names(
-    ranks: Ranks, model: Path, tmp_path: Path, mesh: str, family: str, head: str
-):
+def test_an_engine_is_handed_whole_weights_under_all_their_names(ranks, model, tmp_path, mesh, family, head):
     """…which are those of a checkpoint, as of a GPT-NeoX, whose head transformers calls otherwise."""
     if family == "gpt_neox":
         torch.manual_seed(5)
@@ -558,12 +540,8 @@ def test_an_engine_is_handed_whole_weights_under_all_their_names(
 
 
 def rewards(path: Path, tokenizer: Path, batch: DataProto, first: int) -> Tensor:
-    model = LearnedReward(
-        RewardModelConfig(enable=True, model=PretrainedModelConfig(path=str(path)), micro_batch_size_per_gpu=2),
-        AutoTokenizer.from_pretrained(tokenizer),
-        CPU,
-        parallel=sharding(),
-    )
+    settings = RewardModelConfig(enable=True, model=PretrainedModelConfig(path=str(path)), micro_batch_size_per_gpu=2)
+    model = LearnedReward(settings, AutoTokenizer.from_pretrained(tokenizer), CPU, parallel=sharding())
     return torch.cat(gather(model.compute_rm_score(share(batch, first)).batch["rm_scores"]))
 
 
@@ -590,21 +568,13 @@ def test_workers_that_do_not_make_whole_groups_are_refused(asked: int, workers: 
 @pytest.mark.parametrize(
     ("numbers", "size", "said"),
     [
-        (
-            {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
-            2,
-            "9 heads, 3 key heads",
-        ),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, 2, "9 heads, 3 key heads"),
         ({"num_attention_heads": 4, "num_key_value_heads": 1}, 2, "4 heads, 1 key heads"),
-        (
-            {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
-            3,
-            "2 a machine cannot be dealt out in groups of 3",
-        ),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, 3, "2 a machine cannot be dealt out in groups of 3"),
     ],
 )
 def test_a_model_that_does_not_split_is_refused_with_its_numbers(numbers: dict[str, int], size: int, said: str):
-    config = LlamaConfig(**{"intermediate_size": 1536, "tie_word_embeddings": True} | numbers)
+    config = LlamaConfig(hidden_size=576, intermediate_size=1536, tie_word_embeddings=True, **numbers)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: .*{said}"):
         check_split(config, size, workers_a_node=2)
 

@@ -18,6 +18,11 @@ def answers(columns: dict[str, list]) -> DataProto:
 
 
 IDS, MASK = [[70, 71, 0], [72, 0, 0]], [[1, 1, 0], [1, 0, 0]]
+ANOTHER_PROMPT = {
+    "responses": IDS,
+    "input_ids": [[0, 0, 0, 9, *IDS[0]], [0, 5, 6, 0, *IDS[1]]],
+    "attention_mask": [[0, 0, 0, 1, *MASK[0]], [0, 1, 1, 1, *MASK[1]]],
+}
 
 
 def test_a_batch_of_an_engine_of_the_users_by_hand():
@@ -62,14 +67,7 @@ def test_a_batch_of_an_engine_of_the_users_by_hand():
         ({"responses": [[70, -1, 0], IDS[1]], "response_mask": MASK}, "the token id -1 for request 0"),
         ({"responses": IDS, "response_mask": MASK, "rollout_log_probs": [[3.0] * 3] * 2}, "the log-prob 3.0"),
         ({"responses": [[7] * 6] * 2, "response_mask": [[1] * 6] * 2}, "6 tokens: at most .*=5"),
-        (
-            {
-                "responses": IDS,
-                "input_ids": [[0, 0, 0, 9, *IDS[0]], [0, 5, 6, 0, *IDS[1]]],
-                "attention_mask": [[0, 0, 0, 1, *MASK[0]], [0, 1, 1, 1, *MASK[1]]],
-            },
-            "another prompt in row 1 of input_ids",
-        ),
+        (ANOTHER_PROMPT, "another prompt in row 1 of input_ids"),
     ],
 )
 def test_what_an_engine_of_whole_batches_gets_wrong_is_named(columns, words):

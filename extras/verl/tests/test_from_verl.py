@@ -136,9 +136,7 @@ def test_a_script_is_read_as_it_would_run(name: str, tmp_path: Path):
         assert readings[0].variables == {"VLLM_ATTENTION_BACKEND": "XFORMERS"}
 
 
-def test_what_else_a_script_does_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_else_a_script_does_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(from_verl, "LOG_WIDTH", 400)
     text, *_ = SCRIPTS["what ends early for lack of data and of a folder goes on"]
     calls = "pip install verl\npython3 preprocess.py --local_dir x\ncd /workspace\nunknown_tool\n"
@@ -173,9 +171,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("name", "text", "words"), UNREADABLE, ids=range(len(UNREADABLE)))
-def test_what_cannot_be_read_is_refused_in_a_line(
-    name: str, text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_be_read_is_refused_in_a_line(name, text, words, tmp_path, monkeypatch):
     monkeypatch.setattr(from_verl, "SECONDS", 1.0)
     if words == "cannot be read":
         [reading], _ = read_source(write(tmp_path, text, name), [])

@@ -403,9 +403,8 @@ def test_a_yaml_of_verls_that_is_not_here_is_read_as_ours(arguments, capsys):
 @pytest.mark.parametrize("override", ["actor@actor_rollout_ref.actor=megatron_actor", "+critic@critic=dp_critic"])
 def test_a_choice_among_verls_files_has_no_effect_and_says_so(override, capsys):
     assert compose_whole("main", override) == compose_whole("main")
-    assert (
-        capsys.readouterr().err == f"notice: {override} has no effect: there is one backend, transformers with FSDP2.\n"
-    )
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"notice: {override} has no effect: there is one backend")
 
 
 def test_what_is_left_to_be_given_is_asked_for_and_a_tilde_of_what_is_not_set_is_told():
