@@ -1,19 +1,23 @@
 """Simulated users: found in yaml files and named by rows, and the conversations that they lead."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.errors import ConfigError
-from configs.schema import MultiTurnConfig, RolloutConfig
+from configs.schema import DataConfig, MultiTurnConfig, RolloutConfig
+from custom.tiny_model import build_tokenizer
+from data.files import dump_jsonl
+from data.rl_dataset import RLHFDataset
+from data.sampler import PromptLoader, SequentialSampler
 from extras.http.http import RequestRefused
 from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
 from extras.interactions.endpoint import EndpointInteraction
 from extras.tools.conversations import ToolEpisodes
 from extras.tools.tool_episode import ToolEpisode
 from tests.servers import answering
-from tests.test_rows_of_agents import loader
 from training.preparation import check_rows
 from workers.agents.user_code import Overdue
 
@@ -127,6 +131,13 @@ def test_a_row_names_who_speaks():
         interaction_of(known, {})
     with pytest.raises(ValueError, match=r"name is 'b'; .*interaction_config_path has a"):
         interaction_of(known, {"extra_info": {"interaction_kwargs": {"name": "b"}}})
+
+
+def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:
+    dump_jsonl(folder / "rows.jsonl", rows)
+    config = DataConfig()
+    dataset = RLHFDataset(folder / "rows.jsonl", build_tokenizer(), config=config)
+    return PromptLoader(dataset, 1, SequentialSampler(dataset, config))
 
 
 @pytest.mark.parametrize(
