@@ -1,4 +1,4 @@
-"""Bridges environments of the package verifiers (0.1.x), which has data sets and rubrics of its own.
+"""Bridges environments of the package verifiers (below 0.4), which has data sets and rubrics of its own.
 
 `env.id=verifiers:NAME?split=train&KEY=VALUE` loads the environment NAME by load_environment(KEY=VALUE, …). Its rows are
 the prompts. One of a single turn scores the answers by its rubric, one of several turns, or with tools, plays its rows
@@ -21,11 +21,12 @@ from data.types import Row
 
 
 def package() -> ModuleType:
-    """Raises ValueError, with the command that installs it, where verifiers is missing."""
+    """Raises ValueError, with the command that installs it, where verifiers is missing, or has other environments."""
     try:
         import verifiers
-    except ModuleNotFoundError as error:
-        raise ValueError(f"it needs the package verifiers: pip install 'verifiers<0.2' ({error})") from None
+        from verifiers import load_environment  # noqa: F401  (0.4 has other environments)
+    except ImportError as error:
+        raise ValueError(f"it needs the package verifiers: pip install 'verifiers<0.4' ({error})") from None
     return verifiers
 
 
