@@ -21,20 +21,9 @@ from custom.env_wrapper import TextEnv, make_env
 from data.chat import ChatFormat
 from data.protocol import DataProto
 from data.types import Completion, Reply, Request
+from tests import episodes
 from tests.engines import Scripted
-from tests.episodes import (
-    SAMPLED,
-    TOKENIZER,
-    Counting,
-    as_text,
-    counting,
-    episodes_config,
-    game_of,
-    played,
-    row_text,
-    starts,
-    stop_hanging,
-)
+from tests.episodes import SAMPLED, TOKENIZER, Counting, counting, episodes_config, game_of, played, row_text, starts
 from training.advantage import Estimator
 from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
@@ -51,6 +40,12 @@ def real_engine(folder: Path, config: Any) -> HFRollout:
     device, dtype = torch.device("cpu"), torch.float32
     module = load_causal_lm(ModelConfig(path=str(folder)), device, dtype, longest=500)
     return build_rollout(HFRollout, config.actor_rollout_ref.rollout, AutoTokenizer.from_pretrained(folder), module)
+
+
+def said(config: Any, game: EnvSetup, answers: str, seeds: Sequence[int]) -> DataProto:
+    """Plays episodes in which the policy says the letters of `answers` in turn, wherever it is in the same state."""
+    engine = Scripted(config, TOKENIZER, lambda text, times: answers[times % len(answers)])
+    return played(config, game, engine, [*seeds])
 
 
 @pytest.mark.parametrize("history", ["transcript", "turns"])
@@ -104,18 +99,13 @@ def test_ids_are_the_engines_where_encoding_their_text_gives_others():
 
 def test_a_cut_answer_has_its_end_written_for_it_and_room_ends_the_episode():
     config, game = counting("actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=1")
-    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "1"), [11])
+    batch = said(config, game, "1", [11])
     assert row_text(batch, 0).startswith("<|user|>0<|end|><|assistant|>1<|end|><|user|>1<|end|><|assistant|>1<|end|>")
     assert batch.response_mask.sum() == 5 and batch.end_reason[0] == "terminated"
     # a turn is 2 tokens and what follows it 4
-    for width, tokens, reason in (
-        (8, 8, "max_tokens"),
-        (7, 7, "max_tokens"),
-        (6, 2, "context_full"),
-        (2, 2, "max_tokens"),
-    ):
-        config, game = counting(f"data.max_response_length={width}")
-        batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "1"), [11])
+    of_width = {8: (8, "max_tokens"), 7: (7, "max_tokens"), 6: (2, "context_full"), 2: (2, "max_tokens")}
+    for width, (tokens, reason) in of_width.items():
+        batch = said(*counting(f"data.max_response_length={width}"), "1", [11])
         assert (batch.attention_mask[0, -width:].sum(), batch.end_reason[0]) == (tokens, reason), width
 
 
@@ -135,20 +125,15 @@ def test_rewards_and_ends_are_those_of_the_environment_alone():
     config, _ = counting()
     environment = make_env("FrozenLake-v1", max_turns=9, **LAKE)
     game = game_of(config, TOKENIZER, environment)
-    moves = "DRRDLURDDR"
-    answers = lambda text, times: moves[times % len(moves)]  # noqa: E731
-    batch = played(config, game, Scripted(config, TOKENIZER, answers), [*range(20, 28)])
+    batch = said(config, game, "DRRDLURDDR", range(20, 28))
     for row, seed in enumerate(range(20, 28)):
         alone = environment.clone()
         alone.reset(seed)
-        said = [TOKENIZER.decode(part) for part in split_turns(batch, row)]
-        for answer in said:
-            _, _, _, _, info = alone.step(answer.removesuffix("<|end|>"))
+        for part in split_turns(batch, row):
+            *_, info = alone.step(TOKENIZER.decode(part).removesuffix("<|end|>"))
         assert info["return"] == batch.episode_return[row] == batch.token_level_scores[row].sum()
-        assert (
-            info["end_reason"] == batch.end_reason[row]
-            and info["turns"] == batch.non_tensor_batch["__num_turns__"][row]
-        )
+        turns = batch.non_tensor_batch["__num_turns__"][row]
+        assert (info["end_reason"], info["turns"]) == (batch.end_reason[row], turns)
 
 
 def split_turns(batch: DataProto, row: int) -> list[list[int]]:
@@ -161,32 +146,25 @@ def split_turns(batch: DataProto, row: int) -> list[list[int]]:
 def trouble(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
     found: dict[int, str] = {}
     monkeypatch.setattr(Counting, "trouble", found)
-    stop_hanging.clear()
+    episodes.stop_hanging.clear()
     yield found
-    stop_hanging.set()
+    episodes.stop_hanging.set()
 
 
 def test_what_raises_hangs_or_says_nonsense_is_left_out_and_the_others_are_as_without_it(trouble: dict[int, str]):
     trouble |= {102: "raises", 105: "hangs", 107: "garbage"}
     config, game = counting("env.timeout=1.0", "env.history=transcript")
-    seeds, said = [*range(100, 108)] * 2, "21"
-    answers = lambda text, times: said[times % 2]  # noqa: E731
-    batch = played(config, game, Scripted(config, TOKENIZER, answers), sorted(seeds))
+    batch = said(config, game, "21", sorted([*range(100, 108)] * 2))
     assert Counter(batch.end_reason) == {"terminated": 10, "env_error": 4, "timeout": 2}
-    failed = batch.end_reason != "terminated"
-    assert (
-        not batch.response_mask[torch.tensor(failed)].any() and not batch.token_level_scores[torch.tensor(failed)].any()
-    )
+    failed = torch.tensor(batch.end_reason != "terminated")
+    assert not batch.response_mask[failed].any() and not batch.token_level_scores[failed].any()
     reasons = dict(zip(batch.uid, batch.failure, strict=True))
     assert "OSError: the board fell" in reasons["102"] and "episodes.py:" in reasons["102"]
     assert reasons["105"] == "not done after 1 seconds" and "TypeError: no number: object" in reasons["107"]
     assert reasons["100"] is None
-    healthy = batch.select_idxs(~failed)
-    for part in (batch, healthy):
-        part.batch["token_level_rewards"] = part.batch["token_level_scores"]
-    columns = Estimator(config.algorithm)(batch)
-    alone = Estimator(config.algorithm)(healthy)
-    assert torch.equal(columns["advantages"][torch.tensor(~failed)], alone["advantages"])
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    columns, alone = (Estimator(config.algorithm)(part) for part in (batch, batch.select_idxs(~failed)))
+    assert torch.equal(columns["advantages"][~failed], alone["advantages"])
 
 
 def test_one_that_raises_once_is_played_again_from_its_seed(trouble: dict[int, str], monkeypatch: pytest.MonkeyPatch):
@@ -200,8 +178,7 @@ def test_one_that_raises_once_is_played_again_from_its_seed(trouble: dict[int, s
 
     plain_step = Counting.step
     monkeypatch.setattr(Counting, "step", step)
-    config, game = counting()
-    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [101, 102])
+    batch = said(*counting(), "2", [101, 102])
     assert raised and list(batch.end_reason) == ["terminated"] * 2 and list(batch.episode_return) == [6.0, 6.0]
 
 
@@ -215,7 +192,7 @@ def test_all_environments_step_at_once(monkeypatch: pytest.MonkeyPatch):
         return plain_step(self, action)
 
     monkeypatch.setattr(Counting, "step", step)
-    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [*range(64)])
+    batch = said(config, game, "2", range(64))
     assert set(batch.end_reason) == {"terminated"}
 
 
@@ -239,12 +216,12 @@ def test_a_prompt_beyond_the_models_positions_is_refused_and_not_taken_for_a_fai
 
 
 @pytest.mark.parametrize(
-    ("said", "reason", "how"),
+    ("cut", "reason", "how"),
     [([], "aborted", "aborted"), ([70, 71], "aborted", "aborted"), ([], "stop", "answered without a token")],
     ids=["nothing said", "cut in the middle", "a stop without a token"],
 )
 @pytest.mark.parametrize("aborted_turn", [0, 1])
-def test_a_request_that_the_engine_does_not_answer_ends_its_episode(aborted_turn, said, reason, how):
+def test_a_request_that_the_engine_does_not_answer_ends_its_episode(aborted_turn, cut, reason, how):
     """With nothing learnt from it, and nothing asked of the other side."""
 
     class Nodding(SingleAnswer):
@@ -253,16 +230,14 @@ def test_a_request_that_the_engine_does_not_answer_ends_its_episode(aborted_turn
             return Reply([{"role": "user", "content": "go on"}], reward=1.0)
 
     async def answer(prompt_ids: list[int], most: int, turn: int) -> Completion:
-        ids, end = (said, reason) if turn == aborted_turn else (TOKENIZER.encode("ab"), "length")
+        ids, end = (cut, reason) if turn == aborted_turn else (TOKENIZER.encode("ab"), "length")
         return Completion(turn, ids, [-1.0] * len(ids), end, 0)
 
     episode, limits = Nodding({"raw_prompt_ids": [1, 2]}), Limits(response=40, answer=2)
     [sample] = asyncio.run(episode.play(SimpleNamespace(answer=answer), ChatFormat(TOKENIZER, {}), limits))
     assert (sample.end_reason, sample.extras["__num_turns__"]) == ("aborted", aborted_turn)
-    assert (
-        sum(sample.policy_mask) == 0 == sum(sample.rewards)
-        and sample.token_ids[len(sample.token_ids) - len(said) :] == said
-    )
+    assert not any(sample.policy_mask) and not any(sample.rewards)
+    assert sample.token_ids[len(sample.token_ids) - len(cut) :] == cut
     assert sample.extras["failure"] == f"the engine {how} the request of turn {aborted_turn}"
 
 
@@ -288,19 +263,18 @@ class Held(Counting):
 gym.register("Held-v0", Held)
 
 
-def held(*overrides: str) -> tuple[Any, EnvSetup, AgentLoop]:
+def held(*overrides: str) -> tuple[EnvSetup, AgentLoop]:
     Held.opened.clear()
     config = episodes_config(*overrides)
-    game = game_of(config, TOKENIZER, TextEnv("Held-v0", as_text, instruction="", max_turns=8))
-    said = "21"
-    engine = Scripted(config, TOKENIZER, lambda text, times: said[times % 2])
-    return config, game, AgentLoop(config, TOKENIZER, engine, game)
+    game = game_of(config, TOKENIZER, TextEnv("Held-v0", episodes.as_text, instruction="", max_turns=8))
+    engine = Scripted(config, TOKENIZER, lambda text, times: "21"[times % 2])
+    return game, AgentLoop(config, TOKENIZER, engine, game)
 
 
 def test_an_episode_keeps_its_thread_and_what_failed_is_closed_there(trouble: dict[int, str], caplog: Any):
     """Over 12 generations of eight episodes, a quarter of which raise."""
     trouble |= {102: "raises", 107: "raises"}
-    _, game, loop = held()
+    game, loop = held()
     for number in range(12):
         batch = loop.generate_sequences(starts(game, [*range(100, 108)]), SAMPLED, seed=number, first_row=0)
         assert Counter(batch.end_reason)["env_error"] == 2, [*batch.failure]
@@ -324,25 +298,22 @@ def test_calls_that_never_end_are_counted_said_and_bounded(
     trouble |= {102: "hangs", 105: "hangs"}
     wait_for(lambda: not user_code.stuck)  # of tests before this one
     monkeypatch.setattr("workers.agent_loop.MOST_STUCK", 3)
-    _, game, loop = held("env.timeout=0.5")
+    game, loop = held("env.timeout=0.5")
     batch = loop.generate_sequences(starts(game, [101, 102, 105]), SAMPLED, seed=1, first_row=0)
     assert Counter(batch.end_reason) == {"terminated": 1, "timeout": 2}
-    assert (
-        "calls of environments or tools that hang, each in a thread: 2." in caplog.text
-        and "env.processes=4" in caplog.text
-    )
+    assert "calls of environments or tools that hang, each in a thread: 2." in caplog.text
+    assert "env.processes=4" in caplog.text
     with pytest.raises(RuntimeError, match=r"calls .* that hang, each in a thread: 4, more than 3\. .*env.processes=4"):
         loop.generate_sequences(starts(game, [102, 105]), SAMPLED, seed=1, first_row=0)
     open_ones = len(Held.opened)
-    stop_hanging.set()
+    episodes.stop_hanging.set()
     wait_for(lambda: not user_code.stuck)
     assert len(Held.opened) == open_ones - 4, "each is closed when its call is over"
 
 
 @pytest.mark.parametrize("text", ["half \udc80", None, 5, [{"type": "text", "text": "a"}]])
 def test_a_reply_that_cannot_be_encoded_is_its_episodes_failure(monkeypatch: pytest.MonkeyPatch, text):
-    config, game = counting()
     monkeypatch.setattr(CustomEnvDataset, "turn_messages", lambda self, state: [{"role": "user", "content": text}])
-    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [101])
+    batch = said(*counting(), "2", [101])
     assert batch.end_reason[0] == "env_error" and "the user says" in batch.failure[0]
     assert ("that cannot be encoded: '\\udc80' at place 5" if text == "half \udc80" else "no text") in batch.failure[0]

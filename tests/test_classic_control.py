@@ -18,15 +18,6 @@ TOKENIZER = build_tokenizer()
 SEEDS = range(1000, 1003)
 
 
-def cart_pole_text(env: Any, observation: Any) -> str:
-    _, _, angle, turning = observation
-    return f"pole {angle:.3f} turning {turning:.3f}"
-
-
-def mountain_car_text(env: Any, observation: Any) -> str:
-    return f"at {observation[0]:.3f} speed {observation[1]:.4f}"
-
-
 def balance(shown: str) -> str:
     _, angle, _, turning = shown.split()
     return "R" if float(angle) + float(turning) > 0 else "L"
@@ -41,15 +32,17 @@ def always_right(shown: str) -> str:
 
 
 TEXTS = {
-    "CartPole-v1": {"observation_to_text": cart_pole_text, "text_to_action": {"L": 0, "R": 1}.get},
-    "MountainCar-v0": {"observation_to_text": mountain_car_text, "text_to_action": {"L": 0, "-": 1, "R": 2}.get},
+    "CartPole-v1": {
+        "observation_to_text": lambda env, seen: "pole {2:.3f} turning {3:.3f}".format(*seen),
+        "text_to_action": {"L": 0, "R": 1}.get,
+    },
+    "MountainCar-v0": {
+        "observation_to_text": lambda env, seen: "at {:.3f} speed {:.4f}".format(*seen),
+        "text_to_action": {"L": 0, "-": 1, "R": 2}.get,
+    },
 }
-PLAYERS = [
-    ("CartPole-v1", balance),
-    ("CartPole-v1", always_right),
-    ("MountainCar-v0", with_the_speed),
-    ("MountainCar-v0", always_right),
-]
+PLAYERS = [(env_id, player) for env_id, good in (("CartPole-v1", balance), ("MountainCar-v0", with_the_speed))
+           for player in (good, always_right)]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -12,25 +12,10 @@ from configs.schema import AGGREGATION_MODES
 from tests.batches import close
 from tests.runs import needs_algorithms
 from training import core_algos
-from training.core_algos import (
-    ADV_ESTIMATOR_REGISTRY,
-    AdaptiveKLController,
-    AdvantageEstimator,
-    FixedKLController,
-    agg_loss,
-    compute_grpo_outcome_advantage,
-    compute_policy_loss_vanilla,
-    compute_value_loss,
-    get_adv_estimator_fn,
-    get_kl_controller,
-    get_policy_loss_fn,
-    kl_penalty,
-    register_adv_est,
-    register_policy_loss,
-)
+from training.core_algos import agg_loss, get_adv_estimator_fn, get_kl_controller, kl_penalty
+from training.core_algos import compute_grpo_outcome_advantage as grpo
 
 NAN = math.nan
-SEEDS = range(20)
 
 
 def ragged(seed, columns):
@@ -49,38 +34,42 @@ class TestRegistries:
         def mine(token_level_rewards, **kwargs):
             return token_level_rewards, token_level_rewards
 
-        assert register_adv_est("mine")(mine) is mine
-        assert register_adv_est("mine")(mine) is mine
+        assert core_algos.register_adv_est("mine")(mine) is mine
+        assert core_algos.register_adv_est("mine")(mine) is mine
         assert get_adv_estimator_fn("mine") is mine
 
     def test_a_second_function_under_a_taken_name_is_refused_and_the_first_stays(self):
         with pytest.raises(ValueError, match=r"'grpo' has already been registered, by module training\.core_algos"):
-            register_adv_est(AdvantageEstimator.GRPO)(lambda **kwargs: None)
-        assert get_adv_estimator_fn("grpo") is compute_grpo_outcome_advantage
+            core_algos.register_adv_est(core_algos.AdvantageEstimator.GRPO)(lambda **kwargs: None)
+        assert get_adv_estimator_fn("grpo") is grpo
 
     @needs_algorithms
     def test_a_name_of_the_table_is_found_as_if_registered(self):
-        assert "rloo" in ADV_ESTIMATOR_REGISTRY and "rloo" not in ADV_ESTIMATOR_REGISTRY.data
+        assert "rloo" in core_algos.ADV_ESTIMATOR_REGISTRY and "rloo" not in core_algos.ADV_ESTIMATOR_REGISTRY.data
         rloo = get_adv_estimator_fn("rloo")
         with pytest.raises(ValueError, match="'rloo' has already been registered, by module extras"):
-            register_adv_est("rloo")(lambda **kwargs: None)
-        assert get_adv_estimator_fn(AdvantageEstimator.RLOO) is rloo is ADV_ESTIMATOR_REGISTRY["rloo"]
-        mine = register_policy_loss("gspo")(print)
+            core_algos.register_adv_est("rloo")(lambda **kwargs: None)
+        assert (
+            get_adv_estimator_fn(core_algos.AdvantageEstimator.RLOO)
+            is rloo
+            is core_algos.ADV_ESTIMATOR_REGISTRY["rloo"]
+        )
+        mine = core_algos.register_policy_loss("gspo")(print)
         assert {**core_algos.POLICY_LOSS_REGISTRY}["gspo"].function is mine  # whatever else is loaded
 
     def test_a_policy_loss_may_be_replaced(self):
-        assert get_policy_loss_fn("vanilla") is compute_policy_loss_vanilla
+        assert core_algos.get_policy_loss_fn("vanilla") is core_algos.compute_policy_loss_vanilla
 
-        @register_policy_loss("vanilla")
+        @core_algos.register_policy_loss("vanilla")
         def mine(*args):
             return args
 
-        assert get_policy_loss_fn("vanilla") is mine
+        assert core_algos.get_policy_loss_fn("vanilla") is mine
 
     def test_an_unknown_policy_loss_lists_the_known_ones(self):
-        register_policy_loss("mine")(print)
+        core_algos.register_policy_loss("mine")(print)
         with pytest.raises(ValueError) as error:
-            get_policy_loss_fn("vanila")
+            core_algos.get_policy_loss_fn("vanila")
         supported = list(core_algos.POLICY_LOSS_REGISTRY)
         assert supported[0] == "vanilla" and "mine" in supported and {*present("policy_loss")} < {*supported}
         assert str(error.value) == f"Unsupported loss mode: vanila. Supported modes are: {supported}"
@@ -97,18 +86,8 @@ class TestRegistries:
 )
 def test_rows_are_grouped_by_equality_of_any_labels_in_any_order(index):
     scores = torch.tensor([[1.0], [4.0], [2.0], [9.0], [8.0]])
-    advantages, _ = compute_grpo_outcome_advantage(scores, torch.ones(5, 1), index, norm_adv_by_std_in_grpo=False)
+    advantages, _ = grpo(scores, torch.ones(5, 1), index, norm_adv_by_std_in_grpo=False)
     close(advantages[:, 0], [-0.5, -2.0, 0.5, 9.0, 2.0])
-
-
-AGG_WHOLE = {
-    "token-mean": -0.071429,
-    "token-sum": -0.5,
-    "seq-mean-token-sum": -0.25,
-    "seq-mean-token-mean": -0.145833,
-    "seq-mean-token-sum-norm": -0.0625,
-}
-AGG_WITH_COUNTS = AGG_WHOLE | {"token-mean": -0.1, "token-sum": -1.0}
 
 
 COUNTS = {"dp_size": 3, "batch_num_tokens": 37, "global_batch_size": 11, "loss_scale_factor": 4.0}
@@ -135,15 +114,6 @@ def token_weights(mask, mode, *, dp_size=1, batch_num_tokens=None, global_batch_
 
 
 class TestAggLoss:
-    loss = torch.tensor([[1.0, -1.0, -2.0, 1.0], [0.5, 0.5, -0.5, 1.0]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-
-    @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-    def test_agrees_with_verl(self, mode):
-        close(agg_loss(self.loss, self.mask, mode), AGG_WHOLE[mode])
-        counts = {"dp_size": 2, "batch_num_tokens": 10, "global_batch_size": 4}
-        close(agg_loss(self.loss, self.mask, mode, **counts), AGG_WITH_COUNTS[mode])
-
     @pytest.mark.parametrize("seed", range(20))
     @pytest.mark.parametrize("counts", [{}, COUNTS], ids=["own counts", "global counts"])
     @pytest.mark.parametrize("mode", AGGREGATION_MODES)
@@ -169,20 +139,14 @@ class TestAggLoss:
     def test_several_ranks_need_the_global_count(self, mode):
         missing = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
         with pytest.raises(ValueError, match=f"dp_size is 2 but {missing} is None"):
-            agg_loss(self.loss, self.mask, mode, dp_size=2)
+            agg_loss(torch.ones(2, 3), torch.ones(2, 3), mode, dp_size=2)
 
     def test_an_unknown_mode_lists_the_known_ones(self):
         with pytest.raises(ValueError, match=r"^Invalid loss_agg_mode: mean\. .*token-mean, .*token-sum$"):
-            agg_loss(self.loss, self.mask, "mean")
+            agg_loss(torch.ones(2, 3), torch.ones(2, 3), "mean")
 
 
 class TestValueLoss:
-    def test_agrees_with_verl(self):
-        columns = torch.tensor([[[1.0, 0.0, 2.0]], [[0.0, 1.0, 1.0]], [[0.2, 0.3, 1.9]]])
-        loss, clip_fraction = compute_value_loss(*columns, torch.tensor([[1, 1, 0]]), 0.5)
-        close(loss, 0.5)
-        assert clip_fraction == 0
-
     @pytest.mark.parametrize("seed", range(8))
     @pytest.mark.parametrize("counts", [{}, COUNTS], ids=["own counts", "global counts"])
     @pytest.mark.parametrize("mode", AGGREGATION_MODES)
@@ -190,7 +154,7 @@ class TestValueLoss:
         mask, vpreds, returns, moved = ragged(seed, columns=3)
         values = vpreds + moved
         vpreds.requires_grad_()
-        loss, clip_fraction = compute_value_loss(vpreds, returns, values, mask, 0.4, mode, **counts)
+        loss, clip_fraction = core_algos.compute_value_loss(vpreds, returns, values, mask, 0.4, mode, **counts)
         loss.backward()
 
         weights = token_weights(mask, mode, **counts)
@@ -257,19 +221,11 @@ class TestKL:
         with pytest.raises(NotImplementedError, match="kl_penalty"):
             self.run(name)
 
-    def test_the_adaptive_controller_agrees_with_verl(self):
-        controller = AdaptiveKLController(0.2, 6, 10000)
-        controller.update(9, 256)
-        close(controller.value, 0.201024)
-        controller.update(6.3, 256)
-        assert controller.value == pytest.approx(0.20128131072, abs=1e-12)
-        controller.update(0, 10000)
-        assert controller.value == pytest.approx(0.8 * 0.20128131072, abs=1e-12)
-
-    def test_the_controller_is_chosen_by_type(self):
+    def test_the_controller_is_chosen_by_type_and_the_adaptive_one_agrees_with_verl(self):
         fixed = get_kl_controller(SimpleNamespace(type="fixed", kl_coef=0.3, horizon=0, target_kl=0.1))
         fixed.update(100, 100)
-        assert isinstance(fixed, FixedKLController) and fixed.value == 0.3
+        assert isinstance(fixed, core_algos.FixedKLController) and fixed.value == 0.3
         adaptive = get_kl_controller(SimpleNamespace(type="adaptive", kl_coef=0.2, horizon=10000, target_kl=6))
-        adaptive.update(9, 256)
-        assert adaptive.value == pytest.approx(0.201024)
+        for kl, samples, value in ((9, 256, 0.201024), (6.3, 256, 0.20128131072), (0, 10000, 0.8 * 0.20128131072)):
+            adaptive.update(kl, samples)
+            assert adaptive.value == pytest.approx(value, abs=1e-12)

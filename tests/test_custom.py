@@ -23,24 +23,16 @@ def make_dataset(size: int = 12, first: int = 0, **env_kwargs: Any) -> CustomEnv
 
 
 def test_a_row_is_a_state_a_prompt_that_shows_it_and_an_optimal_answer():
-    dataset = make_dataset()
+    dataset = make_dataset(first=5)
     environment = dataset.environment
     assert len(dataset) == 12
     for i in range(12):
-        row, state = dataset[i], environment.get_state(i)
+        row, state = dataset[i], environment.get_state(5 + i)
         assert row["extra_info"] == {"index": i, "state": state} and row["data_source"] == "FrozenLake-v1"
         assert row["raw_prompt"] == [{"role": "user", "content": f"Go.\n\n{state.text}"}]
         assert TOKENIZER.decode(row["raw_prompt_ids"]) == f"<|user|>Go.\n\n{state.text}<|end|><|assistant|>"
         answer = row["reward_model"]["ground_truth"]
         assert environment.compute_reward(state, environment.extract_action(answer)) == 1.0
-
-
-def test_rows_are_the_same_whenever_and_by_whomever_they_are_asked_for():
-    one, other = make_dataset(), make_dataset()
-    backwards = [other[i] for i in reversed(range(12))][::-1]
-    assert [one[i] for i in range(12)] == backwards
-    assert make_dataset(first=5)[2]["extra_info"]["state"] == one[7]["extra_info"]["state"]
-    assert make_dataset(seed=1)[0]["extra_info"]["state"] != one[0]["extra_info"]["state"]
 
 
 def test_an_environment_without_a_table_has_no_expected_answer():

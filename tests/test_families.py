@@ -3,8 +3,6 @@ forward against the padded one; generation against the trainer. docs/models.md h
 
 import copy
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,144 +27,103 @@ CLOSE = 1e-4
 LONGEST = PROMPT_WIDTH + RESPONSE_WIDTH
 WINDOW = 5  # tokens; most rows go past it
 SHAPE = {
-    "vocab_size": 102,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": None,
+    "vocab_size": 102, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": None,
     "eos_token_id": None,
-}
+}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 ROUTED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4}
 LATENT |= {"num_key_value_heads": 4}
 LAYERS = ["sliding_attention", "full_attention"]
 PER_LAYER = {
-    "num_hidden_layers": 4,
-    "head_dim": 8,
-    "layer_types": LAYERS * 2,
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 102,
-    "sliding_window": WINDOW,
-}
+    "num_hidden_layers": 4, "head_dim": 8, "layer_types": LAYERS * 2, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 102, "sliding_window": WINDOW,
+}  # fmt: skip
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
-MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
+LINEAR = {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
+LINEAR |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "use_mamba_kernels": False}
 PACKED, PADDED, EAGER = "packed", "padded", "padded, eager"
 SHARED, OWN, WHOLE = "shared prompts", "a prompt a row", "whole sequences"
 
 
 class Family(NamedTuple):
     model_type: str
-    settings: Mapping[str, Any] = MappingProxyType({})
-    training: str = PACKED
-    generation: str = SHARED
+    training: str
+    generation: str
+    settings: dict[str, Any]
+
+
+def family(model_type: str, training: str = PACKED, generation: str = SHARED, **settings: Any) -> Family:
+    return Family(model_type, training, generation, settings)
 
 
 FAMILIES = {
-    "Llama": Family("llama"),
-    "Mistral, with a window": Family("mistral", {"sliding_window": WINDOW}),
-    "Mixtral, with router noise": Family(
-        "mixtral", {"num_local_experts": 4, "sliding_window": WINDOW, "router_jitter_noise": 0.1}
+    "Llama": family("llama"),
+    "Mistral, with a window": family("mistral", sliding_window=WINDOW),
+    "Mixtral, with router noise": family(
+        "mixtral", num_local_experts=4, sliding_window=WINDOW, router_jitter_noise=0.1
     ),
-    "Qwen2": Family("qwen2"),
-    "Qwen2, with a window": Family(
-        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": LAYERS}
+    "Qwen2": family("qwen2"),
+    "Qwen2, with a window": family("qwen2", use_sliding_window=True, sliding_window=WINDOW, layer_types=LAYERS),
+    "Qwen2-MoE, with a window": family(
+        "qwen2_moe", **EXPERTS, shared_expert_intermediate_size=16, use_sliding_window=True, sliding_window=WINDOW
     ),
-    "Qwen2-MoE, with a window": Family(
-        "qwen2_moe",
-        {**EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": WINDOW},
+    "Qwen3": family("qwen3", head_dim=8),
+    "Qwen3-MoE": family("qwen3_moe", **EXPERTS, head_dim=8),
+    "Qwen3-Next": family(
+        *("qwen3_next", PADDED, OWN), **EXPERTS, **LINEAR, head_dim=8, shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
     ),
-    "Qwen3": Family("qwen3", {"head_dim": 8}),
-    "Qwen3-MoE": Family("qwen3_moe", {**EXPERTS, "head_dim": 8}),
-    "Qwen3-Next": Family(
-        "qwen3_next",
-        {
-            **EXPERTS,
-            "head_dim": 8,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-            **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
-            **{f"linear_num_{kind}_heads": 2 for kind in ("key", "value")},
-        },
-        PADDED,
-        OWN,
+    "Gemma": family("gemma", head_dim=8),
+    "Gemma 2": family(
+        *("gemma2", EAGER, OWN), head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, attn_logit_softcapping=2.0
     ),
-    "Gemma": Family("gemma", {"head_dim": 8}),
-    "Gemma 2": Family(
-        "gemma2",
-        {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0},
-        EAGER,
-        OWN,
+    "Gemma 3": family("gemma3_text", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW),
+    "Gemma 3n": family(
+        *("gemma3n_text", PACKED, OWN), **PER_LAYER, laurel_rank=4, altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
     ),
-    "Gemma 3": Family("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}),
-    "Gemma 3n": Family(
-        "gemma3n_text",
-        {**PER_LAYER, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
-        PACKED,
-        OWN,
+    "Gemma 4": family("gemma4_text", PACKED, OWN, **PER_LAYER, global_head_dim=8),
+    "Phi": family("phi", num_key_value_heads=4),
+    "Phi-3, longrope": family("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=8),
+    "PhiMoE, with a window": family("phimoe", num_local_experts=4, sliding_window=WINDOW, router_jitter_noise=0.5),
+    "DeepSeek-V2": family("deepseek_v2", PACKED, OWN, **LATENT, **ROUTED),
+    "DeepSeek-V3": family(
+        "deepseek_v3", PACKED, OWN, **LATENT, **ROUTED, n_group=2, topk_group=1, first_k_dense_replace=1
     ),
-    "Gemma 4": Family("gemma4_text", {**PER_LAYER, "global_head_dim": 8}, PACKED, OWN),
-    "Phi": Family("phi", {"num_key_value_heads": 4}),
-    "Phi-3, longrope": Family("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
-    "PhiMoE, with a window": Family(
-        "phimoe", {"num_local_experts": 4, "sliding_window": WINDOW, "router_jitter_noise": 0.5}
+    "MiniCPM3": family("minicpm3", PADDED, OWN, **LATENT),
+    "GPT-OSS": family(
+        "gpt_oss", EAGER, OWN, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=WINDOW
     ),
-    "DeepSeek-V2": Family("deepseek_v2", {**LATENT, **ROUTED}, PACKED, OWN),
-    "DeepSeek-V3": Family(
-        "deepseek_v3", {**LATENT, **ROUTED, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}, PACKED, OWN
+    "GPT-2": family("gpt2"),
+    "GPT-Neo": family(
+        "gpt_neo", EAGER, OWN, num_layers=2, attention_types=[[["global", "local"], 1]], window_size=WINDOW
     ),
-    "MiniCPM3": Family("minicpm3", LATENT, PADDED, OWN),
-    "GPT-OSS": Family(
-        "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": WINDOW},
-        EAGER,
-        OWN,
+    "GPT-NeoX": family("gpt_neox"),
+    "GPT-J": family("gptj", EAGER, OWN, rotary_dim=4),
+    "CodeGen": family("codegen", EAGER, OWN, rotary_dim=4),
+    "BLOOM": family("bloom", EAGER, OWN),
+    "MPT": family("mpt", EAGER, OWN, max_seq_len=64),
+    "OPT": family("opt", ffn_dim=48, word_embed_proj_dim=32),
+    "Falcon": family("falcon", PADDED, OWN),
+    "StarCoder2": family("starcoder2", sliding_window=WINDOW),
+    "StableLM": family("stablelm", PADDED, OWN),
+    "OLMo 2": family("olmo2"),
+    "Granite": family("granite"),
+    "Cohere 2": family("cohere2", PADDED, OWN, sliding_window=WINDOW, layer_types=LAYERS),
+    "SmolLM3": family("smollm3"),
+    "GLM-4": family("glm4", head_dim=8),
+    "Llama 4": family(
+        *("llama4_text", PADDED, OWN), head_dim=8, intermediate_size_mlp=48, num_local_experts=4,
+        attention_chunk_size=WINDOW, layer_types=["chunked_attention", "full_attention"],
     ),
-    "GPT-2": Family("gpt2"),
-    "GPT-Neo": Family(
-        "gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW}, EAGER, OWN
-    ),
-    "GPT-NeoX": Family("gpt_neox"),
-    "GPT-J": Family("gptj", {"rotary_dim": 4}, EAGER, OWN),
-    "CodeGen": Family("codegen", {"rotary_dim": 4}, EAGER, OWN),
-    "BLOOM": Family("bloom", {}, EAGER, OWN),
-    "MPT": Family("mpt", {"max_seq_len": 64}, EAGER, OWN),
-    "OPT": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "Falcon": Family("falcon", {}, PADDED, OWN),
-    "StarCoder2": Family("starcoder2", {"sliding_window": WINDOW}),
-    "StableLM": Family("stablelm", {}, PADDED, OWN),
-    "OLMo 2": Family("olmo2"),
-    "Granite": Family("granite"),
-    "Cohere 2": Family("cohere2", {"sliding_window": WINDOW, "layer_types": LAYERS}, PADDED, OWN),
-    "SmolLM3": Family("smollm3"),
-    "GLM-4": Family("glm4", {"head_dim": 8}),
-    "Llama 4": Family(
-        "llama4_text",
-        {
-            "head_dim": 8,
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 4,
-            "attention_chunk_size": WINDOW,
-            "layer_types": ["chunked_attention", "full_attention"],
-        },
-        PADDED,
-        OWN,
-    ),
-    "LFM2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}, PADDED, OWN),
-    "Jamba": Family(
-        "jamba",
-        {**MAMBA, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        PADDED,
-        OWN,
-    ),
-    "Mamba": Family("mamba", {"state_size": 8}, EAGER, WHOLE),
-}
+    "LFM2": family("lfm2", PADDED, OWN, layer_types=["conv", "full_attention"]),
+    "Jamba": family("jamba", PADDED, OWN, **MAMBA, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+    "Mamba": family("mamba", EAGER, WHOLE, state_size=8),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

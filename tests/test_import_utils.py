@@ -6,6 +6,7 @@ import pickle
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -30,20 +31,22 @@ _private = 1
 
 @pytest.fixture
 def reward_file(tmp_path):
-    file = tmp_path / "my_reward.py"
-    file.write_text(REWARD)
-    return file
+    return written(tmp_path, my_reward=REWARD) / "my_reward.py"
+
+
+def written(folder: Path, **files: str) -> Path:
+    """Returns the folder, in which each of `files` is NAME.py."""
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A user's package on PYTHONPATH: user_pkg.rewards."""
-    folder = tmp_path / "user_pkg"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
-    yield folder
+    yield written(tmp_path / "user_pkg", __init__="", rewards=REWARD)
     for name in [name for name in sys.modules if name.split(".")[0] == "user_pkg"]:
         del sys.modules[name]
 
@@ -62,10 +65,8 @@ def test_a_module_is_found_by_its_dotted_name(package, path):
 
 
 def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "reward.py").write_text(f"FOLDER = {folder!r}")
-    assert [load_module(str(tmp_path / folder / "reward.py")).FOLDER for folder in ("a", "b")] == ["a", "b"]
+    folders = [written(tmp_path / name, reward=f"FOLDER = {name!r}") for name in ("a", "b")]
+    assert [load_module(str(folder / "reward.py")).FOLDER for folder in folders] == ["a", "b"]
 
 
 def test_a_file_on_the_import_path_is_the_module_that_import_gives(package):
@@ -88,12 +89,10 @@ def test_objects_of_a_loaded_class_pickle(reward_file, package):
 
 def test_a_loaded_file_imports_its_neighbours_now_and_later_and_sys_path_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    for name in ("neighbour_now", "neighbour_later", "random"):
-        (tmp_path / f"{name}.py").write_text("MINE = 7")
+    late = "def late():\n    import neighbour_later\n    return neighbour_later.MINE\n"
+    written(tmp_path, mine=f"import neighbour_now, random\n\n{late}")
+    written(tmp_path, **dict.fromkeys(("neighbour_now", "neighbour_later", "random"), "MINE = 7"))
     (tmp_path / "only_a_folder").mkdir()
-    (tmp_path / "mine.py").write_text(
-        "import neighbour_now, random\n\ndef late():\n    import neighbour_later\n    return neighbour_later.MINE\n"
-    )
     path = list(sys.path)
     module = load_module(str(tmp_path / "mine.py"))
     assert module.neighbour_now.MINE == module.late() == 7 and not hasattr(module.random, "MINE")
@@ -104,9 +103,7 @@ def test_neighbours_are_found_where_import_finds_the_file_too_and_are_no_part_of
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.setattr(Neighbours, "folders", [])  # a test before may have loaded files of a copy of this repository
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "judges").mkdir()
-    (tmp_path / "judges/scale.py").write_text("MINE = 7")
-    (tmp_path / "judges/mine.py").write_text("from scale import MINE")
+    written(tmp_path / "judges", scale="MINE = 7", mine="from scale import MINE")
     module = load_module(str(tmp_path / "judges/mine.py"))
     assert module.__name__ == "judges.mine" and module.MINE == 7
     load_module(str(ROOT / "custom/env_dataset.py"))
@@ -171,11 +168,9 @@ def test_a_path_without_a_name_is_refused(reward_file, name):
 
 def test_a_script_that_shares_a_folders_name_is_not_executed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "same_name.py").write_text("raise SystemExit('executed')")
-    (tmp_path / "same_name").mkdir()
-    file = tmp_path / "same_name" / "reward.py"
-    file.write_text("value = 3")
-    assert load_extern_object(str(file), "value") == 3
+    written(tmp_path, same_name="raise SystemExit('executed')")
+    folder = written(tmp_path / "same_name", reward="value = 3")
+    assert load_extern_object(str(folder / "reward.py"), "value") == 3
 
 
 def test_a_function_is_given_what_it_names_and_in_any_case_what_is_set():
@@ -197,29 +192,24 @@ def test_what_a_function_lacks_or_does_not_accept_is_said_with_the_key_and_what_
 
 
 def test_a_file_that_would_get_another_files_neighbour_or_a_module_of_ours_is_refused_with_both_paths(tmp_path):
+    written(tmp_path / "one", mine="import helpers_of_one_name", ours="from data.tables import read")
+    written(
+        tmp_path / "two", mine="from beside_two import late", beside_two="def late():\n    import helpers_of_one_name"
+    )
     for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "helpers_of_one_name.py").write_text(f"NAME = {folder!r}")
-        (tmp_path / folder / f"beside_{folder}.py").write_text("def late():\n    import helpers_of_one_name")
-        (tmp_path / folder / "mine.py").write_text(
-            "from beside_two import late" if folder == "two" else "import helpers_of_one_name"
-        )
-        (tmp_path / folder / "data").mkdir()
-        (tmp_path / folder / "data/__init__.py").write_text("")
-        (tmp_path / folder / "ours.py").write_text("from data.tables import read")
+        written(tmp_path / folder, helpers_of_one_name=f"NAME = {folder!r}")
+    written(tmp_path / "one/data", __init__="")
     assert load_module(str(tmp_path / "one/mine.py")).helpers_of_one_name.NAME == "one"
     paths = "two/beside_two.py imports helpers_of_one_name, which is .*one/helpers_of_one_name.py here, not .*two/"
     with pytest.raises(ValueError, match=paths):
         load_module(str(tmp_path / "two/mine.py"))
-    with pytest.raises(
-        ValueError, match=f"imports data, which is {ROOT}/data.* here, not .*one/data/__init__.py: rename"
-    ):
+    paths = f"imports data, which is {ROOT}/data.* here, not .*one/data/__init__.py: rename"
+    with pytest.raises(ValueError, match=paths):
         load_module(str(tmp_path / "one/ours.py"))
 
 
 def test_files_that_change_between_two_runs_of_a_process_are_executed_anew_with_those_beside_them(tmp_path):
-    (tmp_path / "scale_of_two_runs.py").write_text("SCALE = 1")
-    (tmp_path / "mine.py").write_text("from scale_of_two_runs import SCALE")
+    written(tmp_path, scale_of_two_runs="SCALE = 1", mine="from scale_of_two_runs import SCALE")
     forget_changed_files()
     first = load_module(str(tmp_path / "mine.py"))
     forget_changed_files()

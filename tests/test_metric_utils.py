@@ -52,53 +52,14 @@ def make_batch(prompt_lengths: list[int], response_lengths: list[int], width: tu
 def batch() -> DataProto:
     """Widths 3 + 4: a full response, one with an observation in its middle, and one without any token."""
     return make_batch(
-        [2, 3, 1],
-        [4, 3, 0],
-        width=(3, 4),
+        *([2, 3, 1], [4, 3, 0], (3, 4)),
         response_mask=torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]]),
         token_level_scores=torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, -1.0, 0.0], [9.0, 0.0, 0.0, 0.0]]),
-        token_level_rewards=torch.tensor([[0.0, 0.0, 0.0, 0.75], [0.5, 0.0, -1.5, 0.0], [9.0, 0.0, 0.0, 0.0]]),
-        advantages=torch.tensor([[1.0, 2.0, 3.0, 4.0], [-2.0, 99.0, 4.0, 99.0], [99.0, 99.0, 99.0, 99.0]]),
-        returns=torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 99.0, 5.0, 99.0], [99.0, 99.0, 99.0, 99.0]]),
-        values=torch.tensor([[1.0, 1.0, 1.0, 1.0], [2.0, 99.0, 4.0, 99.0], [99.0, 99.0, 99.0, 99.0]]),
     )
 
 
 def mean_max_min(name: str, mean: float, maximum: float, minimum: float) -> dict[str, float]:
     return {f"{name}/mean": mean, f"{name}/max": maximum, f"{name}/min": minimum}
-
-
-def test_data_metrics_by_hand(batch):
-    # Returns 1 1 1 1 3 5: mean 2, unbiased variance (4 + 1 + 9) / 5 = 2.8. Errors 0 0 0 0 1 1: variance 4/3 / 5.
-    explained = 1 - (4 / 15) / (2.8 + 1e-5)
-    assert compute_data_metrics(batch, use_critic=True) == pytest.approx(
-        {
-            **mean_max_min("critic/score", 0.25, 1.0, -0.5),
-            **mean_max_min("critic/rewards", -0.125, 0.75, -1.0),
-            **mean_max_min("critic/advantages", 2.0, 4.0, -2.0),
-            **mean_max_min("critic/returns", 2.0, 5.0, 1.0),
-            **mean_max_min("critic/values", 10 / 6, 4.0, 1.0),
-            "critic/vf_explained_var": explained,
-            **mean_max_min("response_length", 7 / 3, 4, 0),
-            "response_length/clip_ratio": 1 / 3,
-            **mean_max_min("response_length_non_aborted", 3.5, 4, 3),
-            "response_length_non_aborted/clip_ratio": 0.5,
-            "response/aborted_ratio": 1 / 3,
-            **mean_max_min("prompt_length", 2, 3, 1),
-            "prompt_length/clip_ratio": 1 / 3,
-        }
-    )
-
-
-def test_a_batch_without_any_response_leaves_the_statistics_out():
-    metrics = compute_data_metrics(make_batch([1, 2], [0, 0], width=(2, 3)))
-    assert metrics == {
-        **mean_max_min("response_length", 0, 0, 0),
-        "response_length/clip_ratio": 0,
-        "response/aborted_ratio": 1,
-        **mean_max_min("prompt_length", 1.5, 2, 1),
-        "prompt_length/clip_ratio": 0.5,
-    }
 
 
 def test_turns_and_tool_calls_are_reported_where_they_are_known(batch):
