@@ -118,9 +118,8 @@ def test_kl_in_the_reward_by_hand():
     torch.testing.assert_close(rewards, SCORES - penalty)
     assert same == metrics and torch.equal(batch.token_level_scores, SCORES)
     mean_of_rows = ((1.0 + 0.0 + 3.0) / 3 + (-0.4)) / 2  # the failed row is no measurement
-    assert metrics == pytest.approx(
-        {"actor/reward_kl_penalty": mean_of_rows, "actor/reward_kl_penalty_coeff": 0.1}, abs=1e-6
-    )
+    wanted = {"actor/reward_kl_penalty": mean_of_rows, "actor/reward_kl_penalty_coeff": 0.1}
+    assert metrics == pytest.approx(wanted, abs=1e-6)
 
 
 def test_the_adaptive_coefficient_is_used_first_and_moved_then():
@@ -199,18 +198,16 @@ def test_the_overlong_penalty_is_taken_off_the_last_policy_token_by_hand():
     """A buffer of a fifth of 10 tokens: the whole factor at 10, half at 9, nothing at 8 and below."""
     batch = long_batch()
     scores = batch.token_level_scores.clone()
-    overrides = ["data.max_response_length=10", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
-    factor = "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"
-    config = compose(*overrides, factor, name="ppo_trainer")
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg={enable: true, penalty_factor: 0.5}"
+    config = compose("data.max_response_length=10", buffer, name="ppo_trainer")
     rewards, metrics = token_level_rewards(batch, config, FixedKLController(0.0))
     expected = scores.clone()
     expected[0, 7] -= 0.5  # observations count as length, and are not paid
     expected[1, 8] -= 0.25
     torch.testing.assert_close(rewards, expected)
     assert torch.equal(batch.token_level_scores, scores)
-    assert metrics == pytest.approx(
-        {"reward/overlong_reward/mean": -0.75 / 4, "reward/overlong/mean": 2 / 4}  # of those that did not fail
-    )
+    of_four = {"reward/overlong_reward/mean": -0.75 / 4, "reward/overlong/mean": 2 / 4}  # that did not fail
+    assert metrics == pytest.approx(of_four)
 
 
 def test_beyond_the_longest_length_the_penalty_goes_on():

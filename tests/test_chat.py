@@ -86,7 +86,7 @@ def test_increments_are_the_whole_conversation(name: str, turns: list[tuple[str,
 
 def test_an_increment_opens_with_what_follows_an_answers_end():
     chat = ChatFormat(tokenizer_with(*TEMPLATES["ChatML, as Qwen and SmolLM2"]), {})
-    [told] = [[{"role": "user", "content": "b"}]]
+    told = [{"role": "user", "content": "b"}]
     assert chat.increment_text(told) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     ids = chat.increment(told, stopped=True)
     assert chat.tokenizer.convert_ids_to_tokens(ids)[:3] == ["\n", "<|im_start|>", "u"]
@@ -131,9 +131,8 @@ REFUSED = {
 def test_a_template_that_does_not_only_append_is_named(name: str):
     tokenizer = tokenizer_with(REFUSED[name], "</s>")
     tokenizer.name_or_path = "models/odd"
-    with pytest.raises(
-        ValueError, match=r"chat template of models/odd .*role user.*custom_chat_template.*env\.history"
-    ):
+    says = r"chat template of models/odd .*role user.*custom_chat_template.*env\.history"
+    with pytest.raises(ValueError, match=says):
         ChatFormat(tokenizer, {}).increment([{"role": "user", "content": "b"}], stopped=True)
 
 

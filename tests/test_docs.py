@@ -131,11 +131,17 @@ def test_the_files_and_commands_of_a_page_work(copy: Path, follow: Callable[[Pat
         assert {"mean@8", "pass@8", "majority@8"} <= set(figures)
 
 
-def test_readmes_prompts_and_reward_train_and_the_reward_rises(copy: Path):
-    text = (ROOT / "README.md").read_text()
+def prepared(page: str, copy: Path) -> str:
+    """Writes the files of a page and makes the tiny model, in the copy; returns the page's text."""
+    text = (ROOT / page).read_text()
     for path, content in WRITTEN_FILE.findall(text):
         (copy / path).write_text(content)
     run_command(MAKE_MODEL, copy)
+    return text
+
+
+def test_readmes_prompts_and_reward_train_and_the_reward_rises(copy: Path):
+    text = prepared("README.md", copy)
     [command] = [arguments for arguments in runs_of_main(text) if "data.train_files=sums.jsonl" in arguments]
     done = python("main.py", *command, cwd=copy)
     assert done.returncode == 0, done.stderr
@@ -145,10 +151,7 @@ def test_readmes_prompts_and_reward_train_and_the_reward_rises(copy: Path):
 
 @pytest.mark.slow
 def test_the_tutorial_of_environments_reaches_the_treasure(copy: Path):
-    text = (ROOT / "docs/environments.md").read_text()
-    for path, content in WRITTEN_FILE.findall(text):
-        (copy / path).write_text(content)
-    run_command(MAKE_MODEL, copy)
+    prepared("docs/environments.md", copy)
     done = python("main.py", "--config-name", "treasure", "trainer.default_local_dir=outputs/treasure", cwd=copy)
     assert done.returncode == 0, done.stderr
     *_, last = learning_metrics(copy / "outputs/treasure").values()
@@ -223,9 +226,8 @@ def test_evidence_names_only_what_there_is():
     """Each row has a cell of proof, and what a GPU has shown stands there by its figures alone."""
     text = (ROOT / "docs/evidence.md").read_text()
     _, _, *rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) >= 15 and not [
-        row[0] for row in rows if len(row) != 6 or not any("`" in cell for cell in row[1:5])
-    ]
+    assert len(rows) >= 15
+    assert not [row[0] for row in rows if len(row) != 6 or not any("`" in cell for cell in row[1:5])]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([\w-]+)", text)) <= targets
     modules = {name.replace(".", "/") for name in re.findall(r"`python -m ((?!pytest)[\w.]+)", text)}
@@ -248,9 +250,8 @@ def test_troubleshooting_quotes_messages_that_the_code_says():
 def test_reports_of_runs_are_small_and_those_that_the_pages_name():
     pages = {page.name: page.stat().st_size for page in (ROOT / "docs/runs").glob("*.html")}
     made = set(re.findall(r"docs/runs/(\w+\.html)", (ROOT / "Makefile").read_text()))
-    assert (
-        set(pages) == made == set(re.findall(r"`(\w+\.html)`", (ROOT / "docs/report.md").read_text())) - {"report.html"}
-    )
+    named = set(re.findall(r"`(\w+\.html)`", (ROOT / "docs/report.md").read_text())) - {"report.html"}
+    assert set(pages) == made == named
     assert max(pages.values()) <= 1.5e6
 
 

@@ -182,18 +182,13 @@ def processed(logits: list[float], params: SamplingParams) -> dict[int, float]:
     return {token: powers[token] / kept for token in nucleus}
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        sampling(1),
-        sampling(1, temperature=0.6),
-        sampling(1, temperature=1.5, top_k=7),
-        sampling(1, top_p=0.6),
-        sampling(1, min_p=0.2),
-        sampling(1, temperature=1.3, top_k=20, top_p=0.8, min_p=0.05),
-    ],
-    ids=str,
-)
+SAMPLINGS = [
+    *(sampling(1), sampling(1, temperature=0.6), sampling(1, temperature=1.5, top_k=7), sampling(1, top_p=0.6)),
+    *(sampling(1, min_p=0.2), sampling(1, temperature=1.3, top_k=20, top_p=0.8, min_p=0.05)),
+]
+
+
+@pytest.mark.parametrize("params", SAMPLINGS, ids=str)
 def test_tokens_are_drawn_from_the_processed_distribution(bench: Bench, params: SamplingParams):
     """Many draws: χ² within 5 of its standard deviations, no token outside, log-probs those of the distribution."""
     draws = 2 * bench.many
@@ -286,14 +281,8 @@ def test_stop_ids_of_a_request_end_that_request_alone(bench: Bench):
     prompts = [*PROMPTS, PROMPTS[1]]  # the last without stop ids of its own
     whole = ids(bench.generate(prompts, GREEDY))
     everyones = whole[0][8]
-    asked = [
-        (),
-        (whole[1][3], bench.model.config.vocab_size, 10**6),
-        (whole[2][0],),
-        (whole[3][5], whole[3][2]),
-        (),
-        (),
-    ]
+    beyond = (bench.model.config.vocab_size, 10**6)
+    asked = [(), (whole[1][3], *beyond), (whole[2][0],), (whole[3][5], whole[3][2]), (), ()]
     rows = [Request(i, prompts[i], replace(GREEDY, stop_token_ids=asked[i]), seed=0) for i in range(len(prompts))]
     bench.engine.stop_ids = {everyones}
     lengths = []

@@ -54,12 +54,10 @@ def test_an_agent_calls_the_calculator_and_repeats_what_it_says(name):
 
 
 @pytest.mark.parametrize(
-    ("package", "file"),
-    [("openai", "openai_agent"), ("openai-agents", "openai_agents_sdk"), ("langchain-openai", "langchain_agent")],
+    ("name", "package"), zip(PROGRAMS, ("openai", "openai-agents", "langchain-openai"), strict=True)
 )
-def test_without_its_package_an_agent_says_what_to_install(package, file):
-    module = {"openai-agents": "agents"}.get(package, package.replace("-", "_"))
-    ran = python(
-        "-c", f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_path('{ROOT}/examples/{file}.py')"
-    )
+def test_without_its_package_an_agent_says_what_to_install(name, package):
+    module, program, *_ = PROGRAMS[name]
+    file = program.removeprefix("python ").partition(":")[0]
+    ran = python("-c", f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_path('{ROOT}/{file}')")
     assert f"needs the package {package}: pip install -r requirements-agents.txt" in ran.stderr

@@ -21,26 +21,20 @@ CONNECT_FOUR = "examples/pettingzoo_env.py:ConnectFour-v0"
 TICTACTOE = "examples/textarena_env.py:TicTacToe-v0"
 
 
-@pytest.mark.parametrize(
-    ("package", "env_id"),
-    [
-        ("minigrid", f"{MINIGRID}MiniGrid-Empty-5x5-v0"),
-        ("textarena", TICTACTOE),
-        ("pettingzoo", CONNECT_FOUR),
-        ("openenv", "openenv:http://x"),
-    ],
-)
-def test_without_its_package_an_example_says_what_to_install(package, env_id):
-    program = (
-        f"import sys; sys.modules[{package!r}] = None\nfrom custom.env_wrapper import make_env\nmake_env({env_id!r})"
-    )
-    ran = python("-c", program)
+IDS = {"minigrid": f"{MINIGRID}MiniGrid-Empty-5x5-v0", "textarena": TICTACTOE, "pettingzoo": CONNECT_FOUR}
+IDS["openenv"] = "openenv:http://x"
+
+
+@pytest.mark.parametrize("package", IDS)
+def test_without_its_package_an_example_says_what_to_install(package):
+    made = f"from custom.env_wrapper import make_env\nmake_env({IDS[package]!r})"
+    ran = python("-c", f"import sys; sys.modules[{package!r}] = None\n{made}")
     assert f"needs the package {package}: pip install -r requirements-envs.txt" in ran.stderr
 
 
 def test_an_empty_room_is_a_map_to_walk_through():
     pytest.importorskip("minigrid")
-    env = make_env(f"{MINIGRID}MiniGrid-Empty-5x5-v0")
+    env = make_env(IDS["minigrid"])
     first = env.reset(0)
     assert first.endswith("#####\n#>..#\n#...#\n#..G#\n#####\nMission: get to the green goal square.")
     turned = env.step("I turn right.")[0]

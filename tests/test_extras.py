@@ -22,17 +22,8 @@ pytestmark = pytest.mark.slow
 EXTRAS = sorted({path.parent.name for path in FOLDER.glob("*/*.py")})
 A_DAY = 2
 COPIED = (
-    "configs",
-    "data",
-    "training",
-    "workers",
-    "custom",
-    "extras",
-    "tests",
-    "scripts",
-    "benchmarks",
-    "examples",
-    "docs",
+    *("configs", "data", "training", "workers", "custom"),
+    *("extras", "tests", "scripts", "benchmarks", "examples", "docs"),
 )
 GOLDEN = "tests/test_golden.py"
 CORE_TESTS = {  # of each hook, those that take seconds

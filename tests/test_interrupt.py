@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs.process import STOPPED
-from tests.forked import Run
+from tests.forked import Run, python
 from tests.runs import ROOT, short_run
 
 PATIENCE = 120  # seconds; what is interrupted would take longer by far
@@ -135,12 +135,8 @@ def test_a_command_in_the_background_stays_deaf_to_ctrl_c():
 
 
 def test_refusals_show_their_traceback_to_who_asks():
-    command = [sys.executable, "main.py", "trainer.sed=1"]
     plain, full = (
-        subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HYDRA_FULL_ERROR": switch}
-        )
-        for switch in ("0", "1")
+        python("main.py", "trainer.sed=1", env={**os.environ, "HYDRA_FULL_ERROR": switch}) for switch in ("0", "1")
     )
     assert plain.returncode == 2 and "Traceback" not in plain.stderr
     assert full.returncode == 1 and "Traceback" in full.stderr and "Did you mean 'trainer.seed'" in full.stderr

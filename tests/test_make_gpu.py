@@ -26,11 +26,19 @@ def test_without_a_gpu_it_says_so_and_that_is_no_failure():
     assert found.returncode == 0 and "torch finds no GPU on this machine" in found.stdout
 
 
-def test_our_arm_runs_without_ray_and_comes_to_a_table_and_json(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
-    monkeypatch.setattr(gpu, "run_tests", lambda seconds: PASSED)
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """Our arm alone: no test is run, and neither TRL nor its environment is there."""
+    for name, value in (
+        ("FOLDER", tmp_path),
+        ("run_tests", lambda seconds: PASSED),
+        ("has_environment", lambda: False),
+    ):
+        monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu, "has_environment", lambda: False)
+
+
+def test_our_arm_runs_without_ray_and_comes_to_a_table_and_json(alone, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "precision_notice", lambda name, device, parameters: f"T4 has no bfloat16: {name}")
     (tmp_path / "no_ray").mkdir()
     (tmp_path / "no_ray/ray.py").write_text("raise ImportError('not on this machine')\n")
@@ -48,12 +56,10 @@ def test_our_arm_runs_without_ray_and_comes_to_a_table_and_json(tmp_path, monkey
     assert ours["start_seconds"] > 0 and ours["sync_seconds"] >= 0
 
 
-def test_the_figures_by_hand(tmp_path):
+def test_the_figures_by_hand(tmp_path, monkeypatch):
     save_model("1m", tmp_path / "models/1m", seed=0)
-    arguments = gpu.read_arguments([*CPU, "--steps", "2"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "FOLDER", tmp_path)
-        workload = gpu.workload_of(arguments)
+    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
+    workload = gpu.workload_of(gpu.read_arguments([*CPU, "--steps", "2"]))
     assert workload.steps == 3 and workload.device == "cpu"
     steps = [{"step": s, "rollout": s / 2, "update": s / 4, "sync": s / 8, "peak_gpu_gib": s} for s in (4.0, 8.0)]
     found = gpu.summary(workload, 1e9, steps)
@@ -67,16 +73,11 @@ def test_the_figures_by_hand(tmp_path):
     assert gpu.trl_micro_batch(workload, 16384) == 4 and gpu.trl_micro_batch(workload, 3 * 24) == 2
 
 
-def test_an_arm_that_takes_too_long_or_fails_is_reported_and_ends_the_command_with_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
-    monkeypatch.setattr(gpu, "run_tests", lambda seconds: PASSED)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu, "has_environment", lambda: False)
+def test_an_arm_that_takes_too_long_or_fails_is_reported_and_ends_the_command_with_1(alone, tmp_path, capsys):
     with pytest.raises(SystemExit, match="something failed"):
         gpu.main([*CPU, "--seconds", "0.2", "--json", str(tmp_path / "figures.json")])
-    assert (
-        "ended early, or not within" in json.loads((tmp_path / "figures.json").read_text())["arms"]["ours"]["missing"]
-    )
+    ours = json.loads((tmp_path / "figures.json").read_text())["arms"]["ours"]
+    assert "ended early, or not within" in ours["missing"]
     assert "| ours | it ended early" in capsys.readouterr().out
 
 
@@ -109,10 +110,7 @@ def test_a_test_that_ends_its_process_hides_no_other(tmp_path, monkeypatch, caps
     for name, value in (("ROOT", tmp_path), ("FOLDER", tmp_path), ("TESTS", "test_of_a_gpu.py")):
         monkeypatch.setattr(gpu, name, value)
     found = gpu.run_tests(60)
-    assert found["failed"] == [
-        "test_fails",
-        "test_breaks_the_others[second] (does not end)",
-        "test_behind (passes alone)",
-    ]
+    failed = ["test_fails", "test_breaks_the_others[second] (does not end)", "test_behind (passes alone)"]
+    assert found["failed"] == failed
     assert found["run"] == 3 and "test_fails" in capsys.readouterr().out
     assert gpu.run_tests(0)["failed"] == ["test_of_a_gpu.py holds no test, or time was over"]

@@ -12,19 +12,9 @@ from hypothesis import strategies as st
 
 from data.protocol import DataProto
 from training import metric_utils
-from training.metric_utils import (
-    bootstrap_metric,
-    calc_maj_val,
-    compute_data_metrics,
-    compute_group_metrics,
-    compute_source_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-    flatten_validation_metrics,
-    process_validation_metrics,
-    reduce_metrics,
-    timer,
-)
+from training.metric_utils import compute_group_metrics, process_validation_metrics
+
+FLOATS = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
 
 
 def ragged_mask(lengths: list[int], width: int, left_padded: bool) -> torch.Tensor:
@@ -36,16 +26,10 @@ def make_batch(prompt_lengths: list[int], response_lengths: list[int], width: tu
     """Padded rows of the given lengths; the float columns default to 0, `response_mask` to the attention's tail."""
     prompt_mask = ragged_mask(prompt_lengths, width[0], left_padded=True)
     response_mask = ragged_mask(response_lengths, width[1], left_padded=False)
-    floats = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
-    return DataProto.from_single_dict(
-        {
-            "responses": torch.zeros_like(response_mask),
-            "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
-            "response_mask": response_mask,
-            **{name: torch.zeros(response_mask.shape) for name in floats},
-            **columns,
-        }
-    )
+    own = {"responses": torch.zeros_like(response_mask), "response_mask": response_mask}
+    own |= {"attention_mask": torch.cat([prompt_mask, response_mask], dim=1)}
+    own |= {name: torch.zeros(response_mask.shape) for name in FLOATS}
+    return DataProto.from_single_dict(own | columns)
 
 
 @pytest.fixture
@@ -65,7 +49,7 @@ def mean_max_min(name: str, mean: float, maximum: float, minimum: float) -> dict
 def test_turns_and_tool_calls_are_reported_where_they_are_known(batch):
     batch.non_tensor_batch["__num_turns__"] = np.array([2, 4, 6])
     batch.non_tensor_batch["tool_call_counts"] = np.array([0, 1, 5], dtype=object)
-    metrics = compute_data_metrics(batch)
+    metrics = metric_utils.compute_data_metrics(batch)
     # the third row failed, and so did its turns
     expected = mean_max_min("num_turns", 3, 4, 2) | mean_max_min("tool_call_counts", 0.5, 1, 0)
     assert {name: metrics[name] for name in expected} == expected
@@ -118,17 +102,16 @@ def test_data_metrics_equal_their_slow_twin_on_ragged_rows(prompt_lengths, width
     size = len(prompt_lengths), width
     response_lengths = rng.integers(0, width + 1, size[0]).tolist()
     tail = ragged_mask(response_lengths, width, left_padded=False)
-    floats = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
     batch = make_batch(
         prompt_lengths,
         response_lengths,
         width=(4, width),
         response_mask=tail * torch.from_numpy(rng.integers(0, 2, size)),  # holes: observations
         end_reason=rng.choice(["terminated", "max_tokens", "env_error", "timeout", "aborted"], size[0]).tolist(),
-        **{name: torch.from_numpy(rng.normal(size=size).astype(np.float32)) for name in floats},
+        **{name: torch.from_numpy(rng.normal(size=size).astype(np.float32)) for name in FLOATS},
     )
     expected = slow_data_metrics(batch, (4, width))
-    assert compute_data_metrics(batch) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert metric_utils.compute_data_metrics(batch) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def scored_batch(groups: dict[str, list[float]], **columns) -> DataProto:
@@ -152,11 +135,9 @@ def scored_batch(groups: dict[str, list[float]], **columns) -> DataProto:
     ],
 )
 def test_groups_without_spread_are_split_by_how_they_scored(groups, zero_std, all_fail, all_pass, tie):
+    shares = {"zero_std": zero_std, "all_fail": all_fail, "all_pass": all_pass, "tie": tie}
     assert compute_group_metrics(scored_batch(groups)) == {
-        "group/zero_std_frac": zero_std,
-        "group/all_fail_frac": all_fail,
-        "group/all_pass_frac": all_pass,
-        "group/tie_frac": tie,
+        f"group/{name}_frac": share for name, share in shares.items()
     }
 
 
@@ -172,16 +153,13 @@ def test_every_end_reason_has_its_share():
     reasons = ["terminated", "max_tokens", "terminated", "out_of_cheese"]
     metrics = compute_group_metrics(scored_batch({"a": [0.0, 1.0], "b": [0.0, 1.0]}, end_reason=reasons))
     shares = {name: share for name, share in metrics.items() if name.startswith("end_reason/")}
-    assert shares == dict.fromkeys((f"end_reason/{reason}" for reason in metric_utils.END_REASONS), 0) | {
-        "end_reason/terminated": 0.5,
-        "end_reason/max_tokens": 0.25,
-        "end_reason/out_of_cheese": 0.25,
-    }
+    wanted = dict.fromkeys(metric_utils.END_REASONS, 0) | {"terminated": 0.5, "max_tokens": 0.25, "out_of_cheese": 0.25}
+    assert shares == {f"end_reason/{reason}": share for reason, share in wanted.items()}
 
 
 def test_timing_metrics_divide_by_the_tokens_a_stage_reads(batch):
     timing = {"gen": 14.0, "adv": 1.3, "update_actor": 2.6, "save_checkpoint": 5.0}
-    assert compute_timing_metrics(batch, timing) == pytest.approx(
+    assert metric_utils.compute_timing_metrics(batch, timing) == pytest.approx(
         {
             **{f"timing_s/{stage}": seconds for stage, seconds in timing.items()},
             "timing_per_token_ms/gen": 2000,  # 7 response tokens
@@ -193,7 +171,7 @@ def test_timing_metrics_divide_by_the_tokens_a_stage_reads(batch):
 
 def test_throughput_is_per_device(batch):
     batch.meta_info["global_token_num"] = [6, 6, 1]
-    assert compute_throughout_metrics(batch, {"step": 2.0, "gen": 1.0}, n_gpus=4) == {
+    assert metric_utils.compute_throughout_metrics(batch, {"step": 2.0, "gen": 1.0}, n_gpus=4) == {
         "perf/total_num_tokens": 13,
         "perf/time_per_step": 2.0,
         "perf/throughput": 1.625,
@@ -204,16 +182,16 @@ def test_timer_accumulates_even_when_its_body_raises(monkeypatch):
     readings = iter([10.0, 12.5, 20.0, 21.0])
     monkeypatch.setattr(metric_utils, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     timing: dict[str, float] = {}
-    with timer("gen", timing):
+    with metric_utils.timer("gen", timing):
         pass
-    with pytest.raises(KeyError), timer("gen", timing):
+    with pytest.raises(KeyError), metric_utils.timer("gen", timing):
         raise KeyError
     assert timing == {"gen": 3.5}
 
 
 def test_reduce_metrics_goes_by_the_name():
     metrics = {"loss": [1.0, 2.0, 6.0], "length/max": [1, 5, 3], "length/min": [4, 2, 3], "minimax": [1, 9], "none": []}
-    reduced = reduce_metrics(metrics)
+    reduced = metric_utils.reduce_metrics(metrics)
     assert math.isnan(reduced.pop("none"))
     assert reduced == {"loss": 3.0, "length/max": 5.0, "length/min": 2.0, "minimax": 9.0}
     assert metrics["loss"] == [1.0, 2.0, 6.0]
@@ -234,7 +212,7 @@ def test_bootstrap_draws_what_verl_draws_and_leaves_the_global_generator_alone(s
     data = [0.0, 1.5, 1.0, -2.0, 0.25]
     np.random.seed(7)
     expected_next = np.random.RandomState(7).random()
-    results = bootstrap_metric(data, subset_size, [max, np.minimum, np.mean])
+    results = metric_utils.bootstrap_metric(data, subset_size, [max, np.minimum, np.mean])
     assert np.random.random() == expected_next
     for result, reduce_fn in zip(results, (np.max, np.min, np.mean), strict=True):
         assert result == pytest.approx(verl_bootstrap(data, subset_size, reduce_fn), rel=1e-12)
@@ -252,7 +230,7 @@ def test_bootstrap_draws_what_verl_draws_and_leaves_the_global_generator_alone(s
 )
 def test_majority_vote(ballots, value):
     data = [{"answer": answer, "score": score} for answer, score in ballots]
-    assert calc_maj_val(data, vote_key="answer", val_key="score") == value
+    assert metric_utils.calc_maj_val(data, vote_key="answer", val_key="score") == value
 
 
 def test_validation_metrics_are_computed_per_prompt_and_averaged_over_prompts():
@@ -325,7 +303,7 @@ def test_core_metrics_are_those_of_the_largest_n_of_the_core_variable():
         "maze": {"reward": {"mean@1": 0.7}},
         "pole": {"return": {"mean@1": 9.0}},
     }
-    assert flatten_validation_metrics(nested, num_turns=[1, 2, 6]) == {
+    assert metric_utils.flatten_validation_metrics(nested, num_turns=[1, 2, 6]) == {
         "val-aux/math/reward/mean@1": 0.1,
         **{f"val-aux/math/acc/{metric}": value for metric, value in at_2.items()},
         "val-core/math/acc/mean@4": 0.5,
@@ -341,11 +319,11 @@ def test_core_metrics_are_those_of_the_largest_n_of_the_core_variable():
 
 
 def test_metrics_of_sources_by_hand_where_a_batch_has_several(batch):
-    assert compute_source_metrics(batch) == {}
+    assert metric_utils.compute_source_metrics(batch) == {}
     batch.non_tensor_batch["data_source"] = np.array(["a", "b", "a"], dtype=object)
     # Of a, the second row is aborted: it counts as drawn, and is no measurement.
-    assert compute_source_metrics(batch) == pytest.approx(
+    assert metric_utils.compute_source_metrics(batch) == pytest.approx(
         {"source/a/share": 2 / 3, "source/a/score/mean": 1.0, "source/b/share": 1 / 3, "source/b/score/mean": -0.5}
     )
     batch.non_tensor_batch["data_source"] = np.array(["a", "a", "a"], dtype=object)
-    assert compute_source_metrics(batch) == {}
+    assert metric_utils.compute_source_metrics(batch) == {}

@@ -1,7 +1,6 @@
 """Mini-batches: whole prompts, every row once an epoch, and the counts that normalise their losses."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -46,20 +45,16 @@ def rows_of(pairs: Iterable[tuple[DataProto, Update]]) -> list[list[int]]:
 )
 def test_every_row_once_an_epoch_and_groups_stay_whole(uids, size, epochs, shuffle):
     config = ActorConfig(ppo_mini_batch_size=size, ppo_epochs=epochs, shuffle=shuffle)
-    pairs = cut(make_batch(uids), config, seed=5)
-    batches = [mini_batch for mini_batch, _ in pairs]
-    prompts = len(set(uids))
-    assert len(batches) == epochs * math.ceil(prompts / (size or prompts))
-    per_epoch = len(batches) // epochs
-    for epoch in range(epochs):
-        span = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
-        part = batches[span]
-        assert sorted(row for rows in rows_of(pairs[span]) for row in rows) == list(range(len(uids)))
-        groups_of = [set(batch.uid) for batch in part]
-        assert max(Counter(uid for groups in groups_of for uid in groups).values()) == 1
-        sizes = [len(groups) for groups in groups_of]
-        full = size or prompts
-        assert sizes[:-1] == [full] * (len(sizes) - 1) and 1 <= sizes[-1] <= full
+    pairs, prompts = cut(make_batch(uids), config, seed=5), len(set(uids))
+    full = size or prompts
+    per_epoch = math.ceil(prompts / full)
+    assert len(pairs) == epochs * per_epoch
+    for first in range(0, len(pairs), per_epoch):
+        epoch = pairs[first : first + per_epoch]
+        assert sorted(row for rows in rows_of(epoch) for row in rows) == list(range(len(uids)))
+        groups = [set(batch.uid) for batch, _ in epoch]
+        assert sum(map(len, groups)) == prompts, "a prompt is in one mini-batch"
+        assert {*map(len, groups[:-1])} <= {full} and 1 <= len(groups[-1]) <= full
 
 
 def test_the_shuffle_depends_on_seed_step_and_epoch_alone():
