@@ -92,19 +92,6 @@ MISTAKES = {
         "An estimator", "actor_rollout_ref.model.external_lib=my_estimator.py", "trainer.seed=0",
         "algorithm.adv_estimator=sign", "actor_rollout_ref.model.external_lib names; it names none",
     ),
-    "one tensor instead of two": (
-        "An estimator", "return advantages, advantages", "return advantages",
-        "algorithm.adv_estimator=sign: sign_advantage", "my_estimator.py) returned [(32, 1)]",
-        "must return advantages and returns, both tensors of shape (32, 1)",
-    ),
-    "an argument that no run has": (
-        "An estimator", "response_mask, index):", "response_mask, index, group_size):",
-        "algorithm.adv_estimator=sign needs ['group_size'], which this run does not have", "adv_estimator_kwargs",
-    ),
-    "a setting that the loss does not take": (
-        "A policy loss", "{limit: 0.5}", "{limits: 0.5}",
-        "policy_loss.loss_mode=trusting takes no argument ['limits']",
-    ),
     "a recipe by another name": (
         "A recipe", "recipe: centred", "recipe: centered", "centered", "my_recipe.yaml cannot be read",
     ),

@@ -470,10 +470,7 @@ def test_an_environment_without_an_entry_is_rendered_or_printed(monkeypatch):
 
 
 def test_the_environments_own_truncation_is_told_from_ours():
-    env = make_env("Lock-v0", digits=99)
-    env.reset(0)
-    infos = [env.step("98") for _ in range(8)]
-    assert infos[-1][2:4] == (False, True) and infos[-1][4]["end_reason"] == "env_truncated"
+    assert last_info(make_env("Lock-v0", digits=99), *["98"] * 8)["end_reason"] == "env_truncated"
 
 
 def test_exceptions_of_an_environment_name_the_way_there(monkeypatch):
@@ -651,19 +648,17 @@ class Strange(Lock):
     closed: ClassVar[list["Strange"]] = []
 
     def step(self, action):
-        observation, reward, _, _, info = super().step(action)
-        terminated = truncated = False
-        if self.tries != 2:
-            return observation, reward, terminated, truncated, info
-        return {
-            "four": (observation, reward, terminated, info),
-            "nan": (observation, float("nan"), terminated, truncated, info),
-            "text": (observation, reward, terminated, truncated, {"success": "yes"}),
-            "players": (observation, reward, {"a": False, "b": False}, truncated, info),
-            "half": (observation, reward, terminated, truncated, info),
-            "nothing": (observation, None, terminated, truncated, info),
-            "no info": (observation, reward, terminated, truncated, None),
-        }[self.does]
+        shown, reward, _, _, info = super().step(action)
+        strange = {
+            "four": (shown, reward, False, info),
+            "nan": (shown, float("nan"), False, False, info),
+            "text": (shown, reward, False, False, {"success": "yes"}),
+            "players": (shown, reward, {"a": False, "b": False}, False, info),
+            "nothing": (shown, None, False, False, info),
+            "no info": (shown, reward, False, False, None),
+        }
+        usual = shown, reward, False, False, info
+        return strange.get(self.does, usual) if self.tries == 2 else usual
 
     def close(self):
         self.closed.append(self)
@@ -716,10 +711,9 @@ def test_a_trial_that_hangs_ends_by_the_timeout(monkeypatch):
 
     plain_step = Lock.step
     monkeypatch.setattr(Lock, "step", step)
-    with pytest.raises(
-        ConfigError, match=r"move 1 took more than env\.timeout=0\.1 seconds: raise it, or leave the tr"
-    ):
-        build_environment(compose("env.id=Lock-v0", "env.timeout=0.1", "~env.kwargs", "env.val_episodes=0"))
+    config = compose("env.id=Lock-v0", "env.timeout=0.1", "~env.kwargs", "env.val_episodes=0")
+    with pytest.raises(ConfigError, match=r"move 1 took more than env\.timeout=0\.1 seconds: raise it, or leave"):
+        build_environment(config)
 
 
 class Late(Lock):
