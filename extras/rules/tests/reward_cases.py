@@ -4,47 +4,28 @@ A `# trap` is where a rule pays, or does not, against what a reader would expect
 """
 
 GSM8K = [  # (response, truth, strict, flexible), with 0.1 for another number
-    ("#### 72", "72", 1, 1),
-    ("so it is\n#### 72", "72", 1, 1),
-    ("#### 72 apples", "72", 1, 1),
-    ("#### 71, no: #### 72", "72", 1, 1),
-    ("#### 72, no: #### 71", "72", 0.1, 0.1),
-    ("#### -5", "-5", 1, 1),
-    ("#### 5", "-5", 0.1, 0.1),
-    ("#### 0.5", "0.5", 1, 1),
-    ("#### .5", ".5", 1, 1),
+    ("#### 72", "72", 1, 1), ("so it is\n#### 72", "72", 1, 1), ("#### 72 apples", "72", 1, 1),
+    ("#### 71, no: #### 72", "72", 1, 1), ("#### 72, no: #### 71", "72", 0.1, 0.1), ("#### -5", "-5", 1, 1),
+    ("#### 5", "-5", 0.1, 0.1), ("#### 0.5", "0.5", 1, 1), ("#### .5", ".5", 1, 1),
     ("#### .5", "0.5", 0.1, 0.1),  # trap: letter by letter
     ("#### 72.0", "72", 0.1, 0.1),  # trap
     ("#### 72", "72.0", 0.1, 0.1),  # trap
     ("#### 18.", "18", 0.1, 0.1),  # trap: the full stop is of the number
     ("it is 18.", "18", 0, 0.1),  # trap
-    ("it is 18 .", "18", 0, 1),
-    ("#### 1,200", "1200", 1, 0.1),  # trap: flexible keeps the comma
+    ("it is 18 .", "18", 0, 1), ("#### 1,200", "1200", 1, 0.1),  # trap: flexible keeps the comma
     ("#### 1,200", "1,200", 0.1, 1),  # trap: strict does not
-    ("#### 1,2,0,0", "1200", 1, 0.1),
-    ("#### $72", "72", 0, 1),  # trap: no dollar before the number
-    ("#### 72$", "72", 1, 1),
-    ("####72", "72", 0, 1),
-    ("#### **72**", "72", 0, 1),
-    ("####  72", "72", 0, 1),
-    ("### 72", "72", 0, 1),
-    ("##### 72", "72", 1, 1),
-    ("#### seventy-two", "72", 0, 0),
-    ("it is 72", "72", 0, 1),
-    ("it is 72%", "72", 0, 1),
-    ("72 or 7", "72", 0, 0.1),
+    ("#### 1,2,0,0", "1200", 1, 0.1), ("#### $72", "72", 0, 1),  # trap: no dollar before the number
+    ("#### 72$", "72", 1, 1), ("####72", "72", 0, 1), ("#### **72**", "72", 0, 1), ("####  72", "72", 0, 1),
+    ("### 72", "72", 0, 1), ("##### 72", "72", 1, 1), ("#### seventy-two", "72", 0, 0), ("it is 72", "72", 0, 1),
+    ("it is 72%", "72", 0, 1), ("72 or 7", "72", 0, 0.1),
     ("7 or 72", "72", 0, 1),  # trap: hedging pays, if the right one comes last
     ("1/2", "2", 0, 1),  # trap
-    ("x=-72", "-72", 0, 1),
-    ("10-3", "-3", 0, 1),  # trap: a minus between numbers is a sign
-    ("none", "72", 0, 0),
-    ("", "72", 0, 0),
-    (".", "72", 0, 0.1),
+    ("x=-72", "-72", 0, 1), ("10-3", "-3", 0, 1),  # trap: a minus between numbers is a sign
+    ("none", "72", 0, 0), ("", "72", 0, 0), (".", "72", 0, 0.1),
     ("... 72 ...", "72", 0, 0.1),  # trap: only a single full stop is passed over
-    ("#### 72" + " " * 293, "72", 1, 1),
-    ("#### 72" + " " * 294, "72", 0, 1),  # trap: 300 characters are looked at
+    ("#### 72" + " " * 293, "72", 1, 1), ("#### 72" + " " * 294, "72", 0, 1),  # trap: 300 characters are looked at
     ("#### 72" + " " * 300, "72", 0, 0),
-]
+]  # fmt: skip
 
 BOXED = [  # (in the box, truth, score) of math_reward
     ("5", "5", 1), ("5", "6", 0), ("5 ", "5", 1), ("A", "A", 1), ("a", "A", 0),
@@ -80,27 +61,15 @@ BOXED = [  # (in the box, truth, score) of math_reward
 ]  # fmt: skip
 
 MATH_RESPONSES = [  # (response, truth, score)
-    (r"\boxed{3} and then \boxed{4}", "4", 1),
-    (r"\boxed{3} and then \boxed{4}", "3", 0),
-    ("it is 4", "4", 0),
-    ("", "4", 0),
-    (r"\boxed{4", "4", 0),
-    (r"\boxed4", "4", 0),
-    (r"\fbox{4}", "4", 0),
-    (r"\boxed{5}\fbox{6}", "5", 1),
-    (r"$\boxed 4$ more", "4", 1),
-    (r"\boxed 4", "4", 1),
-    (r"\boxed 4 and so on", "4", 0),
+    (r"\boxed{3} and then \boxed{4}", "4", 1), (r"\boxed{3} and then \boxed{4}", "3", 0), ("it is 4", "4", 0),
+    ("", "4", 0), (r"\boxed{4", "4", 0), (r"\boxed4", "4", 0), (r"\fbox{4}", "4", 0), (r"\boxed{5}\fbox{6}", "5", 1),
+    (r"$\boxed 4$ more", "4", 1), (r"\boxed 4", "4", 1), (r"\boxed 4 and so on", "4", 0),
     (r"\boxed {4}", "4", 0),  # trap: "\boxed " is another form
     (r"\boxed 3$ or \boxed{4}", "4", 0),  # trap: … which counts wherever it stands
-    (r"\boxed 3$ or \boxed{4}", "3", 1),
-    (r"\boxed{\boxed{4}}", "4", 1),
-    (r"\boxed{\frac{1}{2}}", "1/2", 1),
-    (r"\boxed{\{1, 2\}}", r"\{1,2\}", 1),
-    (r"\boxed{4}" + "x" * 10_000, "4", 1),
-    (r"\boxed{4 or 5}", "4", 0),
+    (r"\boxed 3$ or \boxed{4}", "3", 1), (r"\boxed{\boxed{4}}", "4", 1), (r"\boxed{\frac{1}{2}}", "1/2", 1),
+    (r"\boxed{\{1, 2\}}", r"\{1,2\}", 1), (r"\boxed{4}" + "x" * 10_000, "4", 1), (r"\boxed{4 or 5}", "4", 0),
     ("4" * 20_000, "4", 0),
-]
+]  # fmt: skip
 
 DAPO = [  # (response, truth, score)
     ("Answer: 5", "5", 1), ("answer: 5", "5", 1), ("ANSWER : 5", "5", 1), ("Answer:5", "5", 1), ("Answer:\n5", "5", 1),
@@ -138,55 +107,37 @@ DAPO = [  # (response, truth, score)
 ]  # fmt: skip
 
 DAPO_STRICT = [  # (response, truth, score, what is read)
-    (r"\boxed{5}", "5", 1, "5"),
-    (r"\boxed{5} no \boxed{6}", "5", -1, "6"),
-    (r"\boxed{ 5}", "5", -1, " 5"),
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1, r"\frac{1}{2}"),
-    ("Answer: 5", "5", -1, None),
-    (r"\boxed{5", "5", -1, None),
-    (r"\boxed{5}" + "." * 100, "5", -1, None),
-]
+    (r"\boxed{5}", "5", 1, "5"), (r"\boxed{5} no \boxed{6}", "5", -1, "6"), (r"\boxed{ 5}", "5", -1, " 5"),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1, r"\frac{1}{2}"), ("Answer: 5", "5", -1, None),
+    (r"\boxed{5", "5", -1, None), (r"\boxed{5}" + "." * 100, "5", -1, None),
+]  # fmt: skip
 
 QUESTIONS = [  # (response, targets, exact, contained), with 0.1 for another answer
-    ("<answer>Paris</answer>", "Paris", 1, 1),
-    ("<answer> Paris </answer>", "Paris", 1, 1),
-    ("<answer>\nParis\n</answer>", "Paris", 1, 1),
-    ("<answer>paris.</answer>", "Paris", 1, 1),
+    ("<answer>Paris</answer>", "Paris", 1, 1), ("<answer> Paris </answer>", "Paris", 1, 1),
+    ("<answer>\nParis\n</answer>", "Paris", 1, 1), ("<answer>paris.</answer>", "Paris", 1, 1),
     ("<answer>The Paris</answer>", "Paris", 1, 1),
     ("<answer>Paris, France</answer>", "Paris", 0.1, 1),  # trap of the second: saying more pays
-    ("<answer>Par</answer>", "Paris", 0.1, 0.1),
-    ("<answer>Paris</answer>", ["Lyon", "Paris"], 1, 1),
+    ("<answer>Par</answer>", "Paris", 0.1, 0.1), ("<answer>Paris</answer>", ["Lyon", "Paris"], 1, 1),
     ("<answer>city of light</answer>", ["Paris", "The City of Light"], 1, 1),
-    ("<answer>Lyon</answer>", ["Paris", "Nice"], 0.1, 0.1),
-    ("<answer>Lyon</answer>", [], 0.1, 0.1),
+    ("<answer>Lyon</answer>", ["Paris", "Nice"], 0.1, 0.1), ("<answer>Lyon</answer>", [], 0.1, 0.1),
     ("<answer>Lyon</answer><answer>Paris</answer>", "Paris", 1, 1),
     ("<answer>Paris</answer><answer>Lyon</answer>", "Paris", 0.1, 0.1),
-    ("<answer>Paris or Lyon</answer>", "Paris", 0.1, 1),
-    ("Paris", "Paris", 0, 0),
-    ("", "Paris", 0, 0),
-    ("<answer>Paris", "Paris", 0, 0),
-    ("Paris</answer>", "Paris", 0, 0),
-    ("<Answer>Paris</Answer>", "Paris", 0, 0),
-    ("<answer></answer>", "Paris", 0.1, 0.1),
-    ("<answer>Theatre</answer>", "atre", 0.1, 1),
-    ("<answer>an hour</answer>", "hour", 1, 1),
-    ("<answer>U.S.A.</answer>", "USA", 1, 1),
-    ("<answer>Spider-Man</answer>", "spiderman", 1, 1),
-    ("<answer>Spider Man</answer>", "Spider-Man", 0.1, 0.1),
-    ("<answer>New   York</answer>", "new york", 1, 1),
-    ("<answer>São Paulo</answer>", "Sao Paulo", 0.1, 0.1),
+    ("<answer>Paris or Lyon</answer>", "Paris", 0.1, 1), ("Paris", "Paris", 0, 0), ("", "Paris", 0, 0),
+    ("<answer>Paris", "Paris", 0, 0), ("Paris</answer>", "Paris", 0, 0), ("<Answer>Paris</Answer>", "Paris", 0, 0),
+    ("<answer></answer>", "Paris", 0.1, 0.1), ("<answer>Theatre</answer>", "atre", 0.1, 1),
+    ("<answer>an hour</answer>", "hour", 1, 1), ("<answer>U.S.A.</answer>", "USA", 1, 1),
+    ("<answer>Spider-Man</answer>", "spiderman", 1, 1), ("<answer>Spider Man</answer>", "Spider-Man", 0.1, 0.1),
+    ("<answer>New   York</answer>", "new york", 1, 1), ("<answer>São Paulo</answer>", "Sao Paulo", 0.1, 0.1),
     ("<answer>“Paris”</answer>", "Paris", 0.1, 1),  # only ASCII punctuation goes
     ("<answer>42.0</answer>", "420", 1, 1),  # trap
     ("<answer>-5</answer>", "5", 1, 1),  # trap
     ("<answer>nothing</answer>", "the", 0.1, 1),  # trap: an article is contained in everything
     ("<answer>the</answer>", "a", 1, 1),  # trap: two articles are both empty
-    ("<answer>a<answer>Paris</answer>", "Paris", 0.1, 1),
-    ("<answer>Paris</answer>" * 10, "Paris", 1, 1),
-    ("<answer>Paris</answer>" * 11, "Paris", 0.25, 1),
-    ("<answer>Lyon</answer>" * 11, "Paris", 0.1, 0.1),
+    ("<answer>a<answer>Paris</answer>", "Paris", 0.1, 1), ("<answer>Paris</answer>" * 10, "Paris", 1, 1),
+    ("<answer>Paris</answer>" * 11, "Paris", 0.25, 1), ("<answer>Lyon</answer>" * 11, "Paris", 0.1, 0.1),
     ("<answer>Paris</answer>" + "</answer>" * 10, "Paris", 0.25, 1),
     ("<answer>" * 11 + "Paris</answer>", "answer" * 10 + "Paris", 0.25, 1),
-]
+]  # fmt: skip
 
 PRIME_MATH = [  # (response, truth, right); the first seven were observed in verl
     ("The answer is 1/2", r"\frac{1}{2}", True), ("Answer: 0.5", "1/2", True), ("so x = 5", "5", True),
@@ -271,18 +222,12 @@ VALUES = [  # (the last line, what was expected, whether it counts) of a functio
 ]  # fmt: skip
 
 BLOCKS = [  # (response, the last python block, the first block)
-    ("```python\nx\n```", "\nx\n", "x\n"),
-    ("```python\nx", "\nx", "x"),
-    ("```python\nx\n``` and ```python\ny\n```", "\ny\n", "x\n"),
-    ("```\nx\n```", None, "x\n"),
-    ("```py\nx\n```", None, "x\n"),
-    ("```x = 1```", None, "x = 1"),
-    ("```x = 1\ny = 2```", None, "x = 1\ny = 2"),
-    ("no code", None, None),
-    ("```c\nx\n``` ```python\ny\n```", "\ny\n", "x\n"),
-    ("```Python\nx\n```", None, "x\n"),
+    ("```python\nx\n```", "\nx\n", "x\n"), ("```python\nx", "\nx", "x"),
+    ("```python\nx\n``` and ```python\ny\n```", "\ny\n", "x\n"), ("```\nx\n```", None, "x\n"),
+    ("```py\nx\n```", None, "x\n"), ("```x = 1```", None, "x = 1"), ("```x = 1\ny = 2```", None, "x = 1\ny = 2"),
+    ("no code", None, None), ("```c\nx\n``` ```python\ny\n```", "\ny\n", "x\n"), ("```Python\nx\n```", None, "x\n"),
     ("", None, None),
-]
+]  # fmt: skip
 
 SQUARE = "```python\nprint(int(input()) ** 2)\n```"
 METHOD = "```python\nclass Solution:\n    def double(self, x):\n        return [x, x]\n```"

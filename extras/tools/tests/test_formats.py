@@ -12,6 +12,7 @@ XML = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
 GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
 HARMONY = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
 PROGRAM = "if a < b:\n\n    print('</p>')"
+IN_TEXT = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
 RUN = ToolCall("f", {"code": PROGRAM})
 THOUGHT = '<|channel|>analysis<|message|>Call {"city": "Oslo"}?<|end|><|start|>assistant'
 
@@ -21,13 +22,7 @@ THOUGHT = '<|channel|>analysis<|message|>Call {"city": "Oslo"}?<|end|><|start|>a
     [
         ("hermes", "No call.", "No call.", [], []),
         ("hermes", 'Hm.\n<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "Hm.", [ROME], []),
-        (
-            "hermes",
-            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            "",
-            [ToolCall("f", {"a": 1})],
-            [],
-        ),
+        ("hermes", IN_TEXT, "", [ToolCall("f", {"a": 1})], []),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>' * 2, "", [F] * 2, []),
         ("hermes", "<tool_call>{'name'}</tool_call> so", "so", [], ["a call is not valid JSON"]),
         ("hermes", '<tool_call>{"name": "f"}', "", [], ["</tool_call> is missing"]),
