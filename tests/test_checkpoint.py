@@ -230,7 +230,7 @@ def test_a_checkpoint_that_is_not_there_is_an_error_with_a_remedy(tmp_path):
     save_checkpoint(tmp_path, 2)
     for named in (tmp_path / "global_step_7", tmp_path, tmp_path / LATEST):
         with pytest.raises(ValueError, match=r"trainer.resume_from_path=.* has steps \[2\]"):
-            find_checkpoint(tmp_path, "resume_path", str(named))
+            find_checkpoint(tmp_path / "another", "resume_path", str(named))
     (tmp_path / LATEST).write_text("7")
     with pytest.raises(ValueError, match=rf"{LATEST} names global_step_7.* \[2\]"):
         find_checkpoint(tmp_path, "auto", None)

@@ -314,6 +314,8 @@ def test_what_others_wait_for_may_be_slow_but_not_silent():
         wait.check()
     wait.late = [0, 2]
     assert "is here" not in str(wait), "the first may wait for the silent one"
+    wait.places = wait.places[:2]
+    assert "rank 2 (has not started yet" in str(wait), "a process that still imports is no machine that is gone"
 
 
 def test_a_worker_in_this_process_that_hangs_is_named_too(capsys, monkeypatch: pytest.MonkeyPatch):
@@ -440,7 +442,7 @@ def test_pools_are_added_up():
 
 
 def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.MonkeyPatch, capsys):
-    cluster, waits = [{"CPU": 2.0}], iter([False, True])
+    cluster, waits = [{"CPU": 2.0}], iter([False, True, True])
     placement = mock.Mock(wait=lambda _: cluster.append({"CPU": 2.0}) or next(waits))
     monkeypatch.setattr(resources, "joins_cluster", lambda: True)
     monkeypatch.setattr(resources, "machines", lambda: cluster)
@@ -455,6 +457,9 @@ def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.Mo
         reserve(asked)
     assert reserve(replace(asked, patience=120.0)) is placement
     [told] = capsys.readouterr().err.splitlines()
+    cluster[:] = [{"CPU": 4.0}]  # and the one that joins below
+    assert reserve(Resources(3, threads=1, gpus=0, nodes=3)) is placement
+    assert "workers of 3 machines run on 2: no more have joined Ray" in capsys.readouterr().err
     assert re.search(line + r"2 machines × \(✗ 2 CPU, 0 GPU\).*: not there, or not free, for 60 s", told)
 
 

@@ -223,6 +223,7 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
     candidates = folder, folder.with_name(REPLACED + folder.name)  # where a save that was killed has left it
     checkpoint = next((path for path in candidates if path.is_dir()), None)
     if checkpoint is None or not re.fullmatch(r"global_step_\d+", folder.name):
+        root = checkpoint or folder.parent  # the user may have named the run's folder
         raise ValueError(f"{key}: there is no such global_step_N; {root} has steps {saved_steps(root)}. {START_AFRESH}")
     return checkpoint
 

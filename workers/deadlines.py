@@ -117,8 +117,7 @@ class Wait:
                 self.beats[rank] = new
 
     def check(self) -> None:
-        """Raises WorkerLost if nothing was heard of a rank for `limit` seconds, or if none of those that are late has
-        done anything: what others wait for may be slow."""
+        """Raises WorkerLost if a late rank is silent for `limit` seconds, or all are idle: some may wait for one."""
         if self.limit is None or not self.late:
             return
         silent, idle = ([seconds[rank] for rank in self.late] for seconds in (self.silent, self.idle))
@@ -136,7 +135,9 @@ class Wait:
         return self.names[rank] if self.names else f"rank {rank}"
 
     def _describe(self, rank: int) -> str:
-        text = f"{self.name(rank)} ({state_of(*self.places[rank]) if rank < len(self.places) else 'starting'}"
+        if rank >= len(self.places):
+            return f"{self.name(rank)} (has not started yet: on a busy machine or disk that takes minutes)"
+        text = f"{self.name(rank)} ({state_of(*self.places[rank])}"
         silent, idle = self.silent[rank], self.idle[rank]
         if silent > UNSURE_SECONDS:
             return f"{text}; says nothing for {silent:.0f} s: stopped, swapped out, or its machine is gone)"

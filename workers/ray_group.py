@@ -195,9 +195,7 @@ class RayPending:
     def _death(self, rank: int, error: Exception) -> WorkerLost:
         session = ray.get_runtime_context()
         logs = f"{session.get_temp_dir()}/{session.get_session_name()}/logs"
-        name = self.wait.name(rank) + "".join(
-            f" ({state_of(*process)})" for process in self.wait.places[rank : rank + 1]
-        )
+        name = self.wait.name(rank) + "".join(f" ({state_of(*place)})" for place in self.wait.places[rank : rank + 1])
         cause = " ".join(line for line in str(error).splitlines() if line[:1] != "\t").rstrip(".")  # those are numbers
         return WorkerLost(f"worker {name} died in {self.wait.verb}: {cause}. Its log is there, under {logs}.")
 

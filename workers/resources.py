@@ -67,6 +67,8 @@ def reserve(resources: Resources) -> PlacementGroup:
             remove_placement_group(placement)
             raise ConfigError(f"{line} Stop other jobs, or lower trainer.n_threads.", "trainer.n_threads")
         notice(line)
+    if (joined := len(machines())) < resources.nodes:
+        notice(f"workers of {resources.nodes} machines run on {joined}: no more have joined Ray (docs/cluster.md).")
     return placement
 
 
