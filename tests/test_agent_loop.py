@@ -53,8 +53,7 @@ def test_an_episode_by_hand(history: str):
     config, game = counting(f"env.history={history}")
     answers = iter(["2", "?", "1", "2"])
     batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: next(answers)), [11])
-    turns = ["<|user|>0<|end|><|assistant|>2<|end|>", "<|user|>2<|end|><|assistant|>?<|end|>"]
-    turns += ["<|user|>2<|end|><|assistant|>1<|end|>", "<|user|>3<|end|><|assistant|>2<|end|>"]
+    turns = [f"<|user|>{shown}<|end|><|assistant|>{answer}<|end|>" for shown, answer in ("02", "2?", "21", "32")]
     whole = "".join([*turns[:2], turns[2].replace("2", "That was no legal action.\n2", 1), turns[3]])
     assert [row_text(batch, row) for row in range(len(batch))] == ([whole] if history == "transcript" else turns)
     policy = [TOKENIZER.decode(ids[mask == 1]) for ids, mask in zip(batch.responses, batch.response_mask, strict=True)]
@@ -75,10 +74,8 @@ def test_ids_are_the_engines_where_encoding_their_text_gives_others():
         "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=merged, eos_token="<end>", pad_token="<end>", chat_template=template,
-        additional_special_tokens=["<user>", "<assistant>"],
-    )  # fmt: skip
+    marks = {"additional_special_tokens": ["<user>", "<assistant>"], "eos_token": "<end>", "pad_token": "<end>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged, chat_template=template, **marks)
     assert tokenizer.encode(tokenizer.decode([2, 2, 1])) != [2, 2, 1]
 
     class Split(Rollout):

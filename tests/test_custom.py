@@ -71,9 +71,8 @@ def test_a_prompt_that_is_too_long_is_cut_or_another_state_drawn_by_rule(caplog)
     rows = [drawn[i] for i in range(200)]
     assert max(len(row["raw_prompt_ids"]) for row in rows) == 19 and drawn.num_filtered > 50
     assert rows[::-1] == [again[i] for i in reversed(range(200))]
-    long = [row for row, length in zip(rows, lengths, strict=True) if length == 19]
-    replaced = [row for row in long if len(row["raw_prompt_ids"]) < 19]
-    assert len({row["extra_info"]["state"] for row in replaced}) > 20, "a state of its own in each place"
+    replaced = [i for i, length in enumerate(lengths) if length == 19 > len(rows[i]["raw_prompt_ids"])]
+    assert len({rows[i]["extra_info"]["state"] for i in replaced}) > 20, "a state of its own in each place"
 
 
 def test_a_row_that_the_sample_at_the_start_missed_is_refused_where_nothing_may_be_cut():

@@ -25,7 +25,7 @@ from configs.schema import AGGREGATION_MODES
 from extras.rollout_correction.settings import PRESETS
 from scripts import algorithms, architecture, quickstart
 from tests.forked import python
-from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
+from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main, shipped_modules
 from tests.runs import ROOT, learning_metrics
 from training.core_algos import AdvantageEstimator
 
@@ -119,9 +119,9 @@ def test_the_files_and_commands_of_a_page_work(copy: Path, follow: Callable[[Pat
     (copy / "outputs").mkdir()
     follow(page)
     if page.name == "environments.md":
-        mistakes = re.findall(r"^\| `([\w.]+=\S+)` \| (.+?) \|$", page.read_text(), re.MULTILINE)
+        mistakes = dict(re.findall(r"^\| `([\w.]+=\S+)` \| (.+?) \|$", page.read_text(), re.MULTILINE))
         assert len(mistakes) >= 8
-        for (override, promised), said in zip(mistakes, refusals(copy, [one for one, _ in mistakes]), strict=True):
+        for (override, promised), said in zip(mistakes.items(), refusals(copy, [*mistakes]), strict=True):
             assert promised in said, override
     if page.name == "reward_rules.md":
         assert "pays 100%" in (copy / "outputs/audit.txt").read_text()
@@ -235,11 +235,8 @@ def test_evidence_names_only_what_there_is():
 
 
 def test_troubleshooting_quotes_messages_that_the_code_says():
-    source = "\n".join(
-        re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-        for folder in ("configs", "data", "training", "workers", "extras")
-        for path in (ROOT / folder).rglob("*.py")
-    )
+    files = shipped_modules("configs", "data", "training", "workers", "extras")
+    source = "\n".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
     text = (ROOT / "docs/troubleshooting.md").read_text()
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     quoted = [code for cell in cells for code in IN_TEXT.findall(cell)]
