@@ -75,19 +75,9 @@ def shipped_configs_read_once() -> Iterator[None]:
 # clusters of Ray stand side by side, where runs of one would join the other.
 ENGINES = (
     *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py", "test_server.py"),
-    *(
-        "test_certificate.py",
-        "test_ray_group.py",
-        "test_cluster.py",
-        "test_golden.py",
-        "test_pools.py",
-        "test_overlap.py",
-        "test_fully_async.py",
-        "test_restarted.py",
-        "test_trainer.py::test_two_calls",
-        "test_extras.py::test_the_core_alone_trains_on_ray",
-        "test_packaging.py",
-    ),
+    *("test_certificate.py", "test_ray_group.py", "test_cluster.py", "test_golden.py", "test_pools.py"),
+    *("test_overlap.py", "test_fully_async.py", "test_restarted.py", "test_trainer.py::test_two_calls"),
+    *("test_extras.py::test_the_core_alone_trains_on_ray", "test_packaging.py"),
 )
 LONG = (
     *("test_docs", "test_extras", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper"),

@@ -28,20 +28,14 @@ from uuid import uuid4
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (  # what a run loads; vLLM, which starts threads, is left to those that need it
     *("main", "training.preparation", "training.ray_trainer", "extras.dry_run.dry_run"),
-    *(
-        "extras.sft.trainer",
-        "extras.server.__main__",
-        "extras.evaluation.main_generation",
-        "extras.evaluation.main_eval",
-    ),
+    *("extras.sft.trainer", "extras.server.__main__"),
+    *("extras.evaluation.main_generation", "extras.evaluation.main_eval"),
     *("workers.group", "workers.model_worker", "workers.hf_rollout", "extras.server.app"),
     *("custom.tiny_model", "custom.env_dataset", "custom.reward_manager"),
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or a fork may hang
 MOST = 1 << 20  # bytes of a request
-FIRST_JOB = (
-    "01000000"  # of a Ray that a test has started: its workers read it, and whose end is theirs, in their imports
-)
+FIRST_JOB = "01000000"  # of a Ray that a test has started: its workers read it and whose end is theirs, as they import
 
 
 class Run:

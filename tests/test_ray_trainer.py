@@ -163,33 +163,18 @@ def test_the_loop_teaches_a_table_which_arm_pays(tmp_path, estimator):
 
 
 ALL_TIMED = {"step", "start", "data", "gen", "adv", "metrics", "update_sampler", "save_checkpoint"}
-ON_POLICY = ["generate", "reward", "update_actor", "update_weights"]
-TWICE = ["generate", "reward", "old_log_prob", "update_actor", "update_actor", "update_weights"]
-STAGES = {
-    "exactly on-policy": ([], {}, ON_POLICY),
-    "mini-batches": (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], {}, TWICE),
-    "epochs": (["actor_rollout_ref.actor.ppo_epochs=2"], {}, TWICE),
-    "KL in the loss": (
-        ["actor_rollout_ref.actor.use_kl_loss=true"],
-        {"ref": True},
-        ["generate", "reward", "ref", "update_actor", "update_weights"],
-    ),
-    "KL in the reward": (
-        ["algorithm.use_kl_in_reward=true"],
-        {"ref": True},
-        ["generate", "reward", "old_log_prob", "ref", "update_actor", "update_weights"],
-    ),
-    "critic": (
-        ["algorithm.adv_estimator=gae"],
-        {"critic": True},
-        ["generate", "reward", "values", "update_critic", "update_actor", "update_weights"],
-    ),
+LEARN, CRITIC, MINI = "update_actor update_weights", {"critic": True}, "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+STAGES = {  # overrides, roles, and what is called once responses are scored
+    "exactly on-policy": ([], {}, LEARN),
+    "mini-batches": (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], {}, f"old_log_prob update_actor {LEARN}"),
+    "epochs": (["actor_rollout_ref.actor.ppo_epochs=2"], {}, f"old_log_prob update_actor {LEARN}"),
+    "KL in the loss": (["actor_rollout_ref.actor.use_kl_loss=true"], {"ref": True}, f"ref {LEARN}"),
+    "KL in the reward": (["algorithm.use_kl_in_reward=true"], {"ref": True}, f"old_log_prob ref {LEARN}"),
+    "critic": (["algorithm.adv_estimator=gae"], CRITIC, f"values update_critic {LEARN}"),
     "critic alone, in warm-up": (
-        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"],
-        {"critic": True},
-        ["generate", "reward", "values", "update_critic", "update_critic"],
+        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=2", MINI], CRITIC, "values update_critic update_critic",
     ),
-}
+}  # fmt: skip
 
 
 def assert_stages_run(tmp_path: Path, overrides: list[str], roles: dict[str, bool], expected: list[str]) -> None:
@@ -203,7 +188,8 @@ def assert_stages_run(tmp_path: Path, overrides: list[str], roles: dict[str, boo
 
 @pytest.mark.parametrize("case", STAGES)
 def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
-    assert_stages_run(tmp_path, *STAGES[case])
+    overrides, roles, calls = STAGES[case]
+    assert_stages_run(tmp_path, overrides, roles, ["generate", "reward", *calls.split()])
 
 
 class Told(Stage):
@@ -289,8 +275,6 @@ def test_a_full_disk_costs_a_refused_update_and_not_the_run(tmp_path, caplog):
 
 
 # The log-prob pass
-
-MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 
 
 @pytest.mark.parametrize(
