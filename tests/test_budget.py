@@ -49,7 +49,7 @@ CEILINGS = {
     "functions named by a bare participle": 0,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 42_250,
+    "test lines": 40_450,
 }
 
 
