@@ -165,7 +165,7 @@ def restored_registries() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def wide_headed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with two layers and heads of 32 numbers, the narrowest that vLLM takes."""
+    """A Hugging Face directory: as tiny_model, with two layers and heads of 32, the narrowest that vLLM takes."""
     from custom.tiny_model import save_tiny_model
 
     folder = tmp_path_factory.mktemp("models") / "wide_headed"
@@ -222,7 +222,7 @@ def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Any]:
-    """Four, for replicas of shards; a run of two is in tests/test_ray_group.py."""
+    """Four ranks, as replicas of shards need; a run of two is in tests/test_ray_group.py."""
     from tests.ranks import Ranks
 
     ranks = Ranks(4)

@@ -49,7 +49,7 @@ class Workload:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, model: Path, folder: Path, **others: Any) -> "Workload":
-        """With the sizes of a command line; step 0 and the warm-up come before the steps that are counted."""
+        """Returns the workload that a command line asks for; step 0 and the warm-up precede the counted steps."""
         names = ("size", "prompts", "samples", "prompt_tokens", "response_tokens")
         sizes = {name: vars(arguments)[name] for name in names}
         steps = 1 + arguments.warmup + arguments.steps

@@ -251,4 +251,4 @@ class Observer:
         """Takes the scored answers of a validation, before its step; may set run.save_requested and run.stop_reason."""
 
     def ended(self, error: BaseException | None) -> None:
-        """Closes; `error` has ended the run, KeyboardInterrupt for a signal."""
+        """Closes what it has open; `error` has ended the run, KeyboardInterrupt for a signal."""

@@ -66,7 +66,7 @@ class ProcessEnv:
         return twin
 
     def reset(self, seed: int, actions: Sequence[Any] = ()) -> str:
-        """As `TextEnv.reset`."""
+        """Starts an episode in a process, as `TextEnv.reset` does; returns the prompt."""
         self._story = (("reset", (seed, tuple(actions))),)
         with self._process.lock:
             self._process.start()
@@ -75,7 +75,7 @@ class ProcessEnv:
         return self.prompt
 
     def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """As `TextEnv.act`."""
+        """Plays one action, as `TextEnv.act` does; an episode whose process was lost is replayed first."""
         if not self._story:
             raise ValueError("no episode is running: call reset(seed) first")
         with self._process.lock:
@@ -90,21 +90,21 @@ class ProcessEnv:
         return moved
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """As `TextEnv.step`."""
+        """Plays one answer, as `TextEnv.step` does."""
         return self.act(self.environment.extract_action(text))
 
     @property
     def state(self) -> Any:
-        """As `TextEnv.state`."""
+        """The state of the running episode, as `TextEnv.state` is."""
         return self._state
 
     @property
     def prompt(self) -> str:
-        """As `TextEnv.prompt`."""
+        """Returns the text that the player reads now, as `TextEnv.prompt` does."""
         return self.environment.state_to_text(self._state)
 
     def close(self) -> None:
-        """As `TextEnv.close`: the process forgets the episode, and continues with others."""
+        """Ends the episode, as `TextEnv.close` does: its process forgets it, and continues with others."""
         self._story = ()
         self._process.forget(self._number)
 

@@ -53,7 +53,7 @@ class Shown:
 
     @property
     def shift(self) -> int:
-        """By how much the positions behind it are off from the number of tokens before."""
+        """Returns by how much the image shifts the positions behind it, compared with a count of tokens."""
         return 0 if self.grid is None else max(self.grid) - self.tokens
 
 
@@ -79,7 +79,7 @@ class Media:
 
     @cached_property
     def shift(self) -> int:
-        """By how much the positions behind the prompt are off from its number of tokens."""
+        """Returns by how much the images shift the positions behind the prompt, compared with a count of tokens."""
         return sum(image.shift for image in self.images)
 
     def thumbnails(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:

@@ -40,7 +40,7 @@ def decoding(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def lay_out_weights(model: PreTrainedModel, steps: int, rows: int) -> bool:
-    """Within `decoding`: lays the weights of `model` out for products with `rows` rows, as they are now, until its end.
+    """Lays the weights of `model` out for products with `rows` rows, as they are now, until `decoding` ends.
     Returns whether that is done, which takes some rows and some steps to gain what it costs."""
     gains = rows >= MIN_ROWS and steps >= MIN_STEPS
     for layer in model.modules() if gains else ():

@@ -168,7 +168,7 @@ class AgentLoopBase:
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Nothing: the policy reads text here."""
+        """Returns no images or videos: the policy reads text here."""
         return {}
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:

@@ -164,7 +164,7 @@ def test_zero_is_no_limit():
 
 
 class Turning(Parrot):
-    """Its sample that is to say k is an episode of k + 1 turns, a row each, of which the last earns k."""
+    """An engine whose answer k is an episode of k + 1 turns, a row each, of which the last earns k."""
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         said = super().generate_sequences(prompts, sampling, seed)

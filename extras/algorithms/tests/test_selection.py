@@ -31,7 +31,7 @@ def test_a_failed_row_makes_no_difference():
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_the_last_bits_of_float32_are_no_difference(scale):
-    """The same rewards of three turns, added up in another order."""
+    """Rows whose rewards are one sum, added up in different orders, have no signal."""
     batch = scored([0, 0, 0], "aaa")
     tenths = torch.tensor([0.1, 0.2, 0.3]) * scale
     sums = torch.stack([tenths[0] + tenths[1] + tenths[2], tenths[2] + tenths[1] + tenths[0], tenths.sum()])

@@ -29,7 +29,7 @@ def held_by(module: PreTrainedModel) -> tuple[torch.dtype, dict[str, int]]:
 
 @pytest.mark.parametrize("withheld", WITHHELD)
 def test_a_sync_that_withholds_something_is_caught_at_once(bench: Bench, monkeypatch, withheld: str):
-    """A whole step, or that of one matrix, at a learning rate of 1e-6: log-probs cannot show that."""
+    """A sync withholds a whole step of a learning rate of 1e-6, or one matrix of it; log-probs cannot show that."""
     policy, module = bench.policy, bench.engine.module
     engine = bench.engine if bench.engine.own_weights else CopyOf(bench.engine, copy.deepcopy(module), held=held_by)
     sync = Certificate(engine, policy)

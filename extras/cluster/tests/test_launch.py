@@ -64,7 +64,7 @@ def overrides_of(command: str, **variables: str) -> list[str]:
 
 
 def composed(arguments: list[str]) -> Config:
-    """The settings of a command, which are refused here as there."""
+    """Returns the settings that a command's arguments make; raises for what the command refuses."""
     name = arguments[arguments.index("--config-name") + 1]
     overrides = [argument for argument in arguments if "=" in argument]
     return load_config(Arguments(name, CONFIG_DIR, overrides, print_config=False), Config)

@@ -212,7 +212,7 @@ def test_the_likeliest_tokens_are_those_of_a_plain_forward(teachers):
 
 @pytest.mark.parametrize("lora", [[], ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"]])
 def test_the_teacher_is_the_teacher_with_lora_too(tiny_model, teachers, tmp_path, lora):
-    """Without an adapter the reference is a copy; with one it would be the policy without it, were there no teacher."""
+    """The reference scores as its teacher does; with LoRA it would otherwise be the policy without its adapter."""
     run = [f"{REF}={teachers[0]}", "recipe=opd", *two(teachers, "a", "b"), *lora, "env.val_episodes=0"]
     config = compose(*short_run(tiny_model, tmp_path, *run))
     worker = ModelWorker(config, 4, ["actor", "ref", "teachers"])

@@ -102,7 +102,7 @@ def test_a_step_that_hangs_is_killed_and_the_episodes_beside_it_go_on_as_if_noth
 
 
 def test_episodes_that_begin_at_once_in_several_threads_share_one_event_loop(monkeypatch):
-    """With two, the answers of a process that one of them started never reach whoever waits in the other."""
+    """Answers of a process that one event loop started would never reach whoever waits in another."""
     start, started = concurrency.start_loop, []
 
     def start_slowly():

@@ -55,7 +55,7 @@ def test_every_form_of_an_image_is_the_same_image(tmp_path: Path):
 
 
 def test_rows_of_a_parquet_file_of_datasets_are_read(folders, tmp_path: Path):
-    """…as geo3k's are: a list of images, which `datasets` writes as bytes."""
+    """Rows in the form of geo3k are read: a list of images, which `datasets` writes as bytes."""
     rows = [row(SEEN) | {"images": [{"bytes": png(picture(seed)), "path": None}]} for seed in (0, 1)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     dataset = read(folders["qwen2_vl"], tmp_path / "rows.parquet")

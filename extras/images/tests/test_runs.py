@@ -66,7 +66,7 @@ def test_supervised_training_reads_images(folders, tmp_path: Path):
 
 
 def test_rows_of_geometry3k_are_scored_by_its_rule(folders, tmp_path: Path):
-    """…with nothing set but files and model, in verl's form."""
+    """Rows in verl's form are read and scored with no setting of images or rewards."""
     labels = {"data_source": "hiyouga/geometry3k", "reward_model": {"style": "rule", "ground_truth": "3"}}
     rows = [
         {"prompt": row("<image>Find x. You FIRST think about the reasoning process")["prompt"], **labels}

@@ -71,7 +71,7 @@ def test_passes_and_traces_are_the_cores(tokenizer, forward: str, monkeypatch: p
 @pytest.mark.parametrize("budget", [8192, 6])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_next_turns_are_answered_as_if_nothing_were_kept(tokenizer, prefilled: list[int], family: str, budget: int):
-    """Whatever the passes; and nothing is left of the episodes, nor on the model."""
+    """Answers are those of an engine that keeps nothing, however passes are cut; episodes leave no trace in it."""
     samplings = [replace(GREEDY, max_tokens=1), replace(GREEDY, max_tokens=4), sampling(3), sampling(4, 0.7)]
     rollout = make_rollout(random_model(family, "packed"), tokenizer, (40,), max_num_batched_tokens=budget)
     episodes = plans(1, samplings, 300)
@@ -91,8 +91,8 @@ def keep(rollout: HFRollout, episode: int, prompt: list[int], max_tokens: int = 
 
 
 def test_only_what_is_new_of_a_turn_is_prefilled(tokenizer: PreTrainedTokenizerBase, prefilled: list[int]):
-    """By turns: a group's first prompt once; then the token that was drawn last, and what it was told; of a past that
-    has changed, from the change on; all of it once nothing is kept any more."""
+    """Prefills a group's first prompt once; then, in each turn, the token that was drawn last and what the episode was
+    told; a past that has changed, from the change on; and all tokens once nothing is kept any more."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer)
     told, counts = {7: [11, 12], 8: [13], 9: [*range(14, 20)]}, []
 
@@ -122,7 +122,7 @@ def test_only_what_is_new_of_a_turn_is_prefilled(tokenizer: PreTrainedTokenizerB
     "drop", [lambda rollout: rollout.load_weights([], 1), HFRollout.sleep, HFRollout.close, lambda r: r.forget([1, 2])]
 )
 def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer, prefilled: list[int], drop: Callable):
-    """Until then the model stays as it decodes, so that turns which come one by one need not set it up each time."""
+    """Turns that come one by one do not set the model up each time: it stays as it decodes while any is kept."""
     model = random_model("Llama, untied", "packed").train()
     rollout = make_rollout(model, tokenizer)
     keep(rollout, 1, PROMPTS[0])
@@ -138,7 +138,7 @@ def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer, prefilled
 
 
 def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTrainedTokenizerBase):
-    """Three sequences of 21 tokens: the oldest go; what runs is not counted, and what is aborted is not kept."""
+    """Keeps at most three sequences of 21 tokens, the newest; what runs is not counted, what is aborted not kept."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=3)
     texts = {episode: keep(rollout, episode, [7] * 18) for episode in (1, 2, 3)}
     assert rollout.batch.turns.tokens == 60 and [*rollout.batch.turns.turns] == [1, 2, 3]
@@ -163,7 +163,7 @@ def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTra
 
 
 def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedTokenizerBase):
-    """However many have come and gone since the engine was idle."""
+    """A cache is no larger than the running rows need, however many have come and gone since the engine was idle."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)
     columns, row = [], 0
     for _ in range(60):
@@ -179,8 +179,8 @@ def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedT
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_and_values_are_kept_in_bfloat16_where_that_multiplies_them(tokenizer, family, monkeypatch):
-    """Under autocast: half the bytes, as the memory that is announced counts them; turn by turn, the tokens and the
-    log-probs that float32 gives, to the bit."""
+    """Keys and values take half the bytes under autocast, as the memory that is announced counts them; tokens and
+    log-probs of each turn are to the bit those of a cache in float32."""
     runs, model = [], random_model(family, "packed")
     for kept in (PromptCache.update, DynamicCache.update):
         monkeypatch.setattr(PromptCache, "update", kept)

@@ -126,7 +126,7 @@ def test_the_token_head_is_a_softmax_over_the_vocabulary(dtype):
 
 @DTYPES
 def test_a_model_kept_in_main_memory_takes_the_steps_of_one_on_the_device(folder, batch, dtype):
-    """…and between them leaves nothing of itself or its moments there."""
+    """A model that waits in main memory leaves neither weights nor moments on the device between its steps."""
     sharding, found = pytest.importorskip("extras.sharding.offload"), []
     for offload in (sharding.Offload(), sharding.Offload(moments=True, module=True)):
         module = load(folder, dtype, PACKED)

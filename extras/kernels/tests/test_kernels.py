@@ -73,7 +73,7 @@ def test_in_bfloat16_decoding_has_a_copy_of_the_weights_in_it(tiny_model: Path):
 
 
 def test_no_gradient_depends_on_which_thread_is_first(tiny_model: Path):
-    """On CPUs the gradient of `values[rows]` does: where rows are taken twice, threads add as they come."""
+    """No update differentiates `values[rows]`: on CPUs, threads add up the gradient of a repeated row as they come."""
     model, config = load_causal_lm(ModelConfig(path=str(tiny_model))), ActorConfig()
     engine = TrainEngine(model, config.optim, 10, torch.device("cpu"), torch.float32)
     actor, batch = DataParallelPPOActor(config, engine, CUTS["3 rows"], CUTS["24 tokens"]), ragged_batch()

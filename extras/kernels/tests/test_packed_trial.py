@@ -29,7 +29,7 @@ def test_a_model_without_softcap_is_packed():
 
 @pytest.mark.parametrize(("longest", "is_packed"), [(21, True), (22, False), (1000, False)])
 def test_the_trial_goes_past_a_window_as_far_as_the_run_does(longest: int, is_packed: bool, monkeypatch, capsys):
-    """By a packed attention that forgets the window of 20: a run of 21 tokens puts in 20, and does not see it."""
+    """A packed attention without its window of 20 passes in a run of 21 tokens, which reads 20, and in none longer."""
     torch.manual_seed(0)
     model, right = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=20)), packed_attention.packed_attention
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}  # which hide a token more or less
@@ -48,7 +48,7 @@ def test_the_trial_goes_past_a_window_as_far_as_the_run_does(longest: int, is_pa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_trial_has_a_backward(dtype: torch.dtype, monkeypatch, capsys):
-    """By a packed attention that computes the right scores, and gives its keys no gradient."""
+    """The trial refuses a packed attention that computes the right scores, and gives its keys no gradient."""
     right = packed_attention.packed_attention
 
     def forgetful(module, query, key, *args, packed=None, **kwargs):

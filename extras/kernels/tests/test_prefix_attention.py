@@ -58,7 +58,7 @@ MODELS = {
 
 
 def with_lora(module: PreTrainedModel, targets: str | list[str]) -> PreTrainedModel:
-    """With low-rank adapters that do something: peft's start at 0."""
+    """Adds low-rank adapters that change what the model computes, as peft's start at 0; returns the model."""
     module.add_adapter(LoraConfig(r=4, target_modules=targets))
     for name, parameter in module.named_parameters():
         if "lora_B" in name:
@@ -197,8 +197,8 @@ def qwen2(heads: int, key_heads: int) -> PreTrainedModel:
 
 
 def test_flex_attention_is_compiled_for_no_other_length(flex):
-    """…in a run in bfloat16: the trial, log-probs in both precisions, updates of 2 to 4,000 tokens; of a policy, and of
-    a critic's number of heads."""
+    """A run in bfloat16 compiles no graph for a length of its own: in the trial, in log-probs of both precisions, in
+    updates of 2 to 4,000 tokens; with the number of heads of a policy, and of a critic."""
     flex.is_on, generator = True, torch.Generator().manual_seed(0)
     for heads, key_heads in ((14, 2), (3, 1)):
         before = flex.graphs
@@ -255,7 +255,7 @@ def test_a_block_has_the_sequences_that_reach_it_and_each_token_once():
 
 
 def test_checkpointing_computes_each_layer_again_once():
-    """…whatever the number of blocks that its attention is cut into: 2 of the prompts, 3 of the responses."""
+    """A layer is computed once more, not once for each block of its attention: 2 of the prompts, 3 of the responses."""
     batch, gradients = groups(*LENGTHS["long responses"]), []
     for checkpointing in (False, True):
         module, calls = packed(make("llama, tied head")), []

@@ -22,7 +22,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 @pytest.fixture(autouse=True)
 def onednn_has_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any CPU, or half of this file would try nothing where MKL is the faster."""
+    """Lets oneDNN have all products on any CPU: else half of this file would try nothing where MKL is the faster."""
     monkeypatch.setattr(products, "IS_FASTER", products.HAS_ONEDNN)
 
 

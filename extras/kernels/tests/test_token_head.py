@@ -48,7 +48,7 @@ def whole_logits(leaves: dict[str, Tensor], temperature=1.0, softcap=None) -> Te
 
 
 def plain(leaves: dict[str, Tensor], labels: Tensor, **softmax) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with all logits in memory and autograd's own gradients."""
+    """Returns log-probs, entropies and sums of squared probabilities, from whole logits and by plain autograd."""
     log_pi = whole_logits(leaves, **softmax).log_softmax(-1)
     pi = log_pi.exp()
     return log_pi.gather(1, labels.unsqueeze(1)).squeeze(1), -(pi * log_pi).sum(1), pi.square().sum(1)
@@ -59,7 +59,7 @@ def blocked(leaves: dict[str, Tensor], labels: Tensor, **options):
 
 
 def gradients(leaves: dict[str, Tensor], scores: tuple, upstream: Tensor) -> list[Tensor]:
-    """Of the loss whose gradient by log-prob and by entropy is `upstream`; a score that is None takes no part."""
+    """Computes the gradients of a loss whose gradient by log-prob and by entropy is `upstream`; a score may be None."""
     loss = sum((score * weight).sum() for score, weight in zip(scores[:2], upstream, strict=True) if score is not None)
     return torch.autograd.grad(loss, [x for x in leaves.values() if x.requires_grad])
 

@@ -114,7 +114,7 @@ def test_the_reference_is_the_base_model_to_the_last_bit_and_the_adapter_is_back
 
 
 def test_an_engine_is_handed_one_merged_weight_at_a_time(tiny_model):
-    """…so that a GPU holds no second model while they are taken up."""
+    """A GPU holds no second model while an engine takes up weights: each is merged after the one before is dropped."""
     engine, handed = TrainEngine(adapted(tiny_model, torch.float32), OptimConfig(), 10, CPU, torch.float32), []
     for _, weight in engine.weights():
         handed.append(weakref.ref(weight))

@@ -17,8 +17,8 @@ from workers.scoring_model import scoring_model
 
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-2"])
 def test_matrices_of_lora_are_merged_wherever_they_are(name: str, tmp_path: Path):
-    """…experts that are one tensor included, and layers with their weight the other way round; they can be read again,
-    and left out."""
+    """Matrices of LoRA are merged, read again and left out in all layers, also in experts that are one tensor, and in
+    layers with their weight the other way round."""
     batch, eager = ragged_batch(), eager_model(name)
     adapted, found = as_loaded(eager, Lora(ModelConfig(lora_rank=4))), []
     adapted.adapter.add(adapted)

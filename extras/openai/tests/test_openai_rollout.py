@@ -43,7 +43,7 @@ def scripted(complete: Callable[[dict], tuple[int, dict]]) -> Iterator[str]:
 
 
 def sure(body: dict) -> tuple[int, dict]:
-    """As a server answers whose log-probs are those of what it draws from, by the only token that is left."""
+    """Answers with the only token that is left to draw, as a server whose log-probs are those of what it draws from."""
     ids = [7] * body["max_tokens"]
     choice = {"finish_reason": "length", "token_ids": ids, "logprobs": {"token_logprobs": [0.0] * len(ids)}}
     return 200, {"choices": [choice]}
@@ -113,7 +113,7 @@ def test_a_server_that_fails_each_time_is_named_with_its_status(tiny_model: Path
 
 
 def test_a_server_that_goes_away_is_named(tiny_model: Path, impatient: None):
-    """While it generates, then for good."""
+    """A server goes away while it generates, then for good; either error names its address."""
 
     def complete(body: dict) -> tuple[int, dict]:
         if body["max_tokens"] == PLAIN.max_tokens:

@@ -90,7 +90,7 @@ def test_weights_pass_through_files_as_they_are(tmp_path: Path):
 
 
 def test_one_weight_is_in_memory_at_a_time(tmp_path: Path):
-    """Each is written before the next is asked for."""
+    """A weight is written before the next is asked for."""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(3):
@@ -124,7 +124,7 @@ def test_the_server_reads_them_within_an_update_and_drops_its_caches_after_it(tm
     ],
 )
 def test_what_a_server_refuses_is_not_tried_again(tmp_path: Path, route: str, answer: tuple, asked, kind, message: str):
-    """…but what may pass is told from what may not, so that trainer.max_restarts tries again."""
+    """A refusal for good is told from a failure that may pass, after which trainer.max_restarts tries the run again."""
     calls = []
     with (
         server_that(calls, **{route: lambda _: answer}) as url,
@@ -159,7 +159,7 @@ def test_an_answer_that_does_not_come_ends_the_sync(seconds, health, words, tmp_
 
 
 def test_a_sync_that_cannot_be_done_says_why_and_leaves_no_files(address: str, tmp_path: Path):
-    """Of a server that takes no weights, of a folder that is too small."""
+    """The error names a server that takes no weights, or a folder that is too small."""
     weights = [("a", torch.ones(3000))]
     with sender(address, "shared_memory", tmp_path, api_key=KEY) as way:
         with pytest.raises(ValueError, match=r"does not take the actor's weights .*404.*server.takes_weights=true"):
@@ -228,8 +228,8 @@ class Receiver:
 
 @needs_vllm
 def test_weights_are_sent_in_buckets_of_one_update(stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Their names, types and shapes go ahead of each bucket; the group is made once. A GPU has done what makes weights,
-    which may be gathered or merged, before any is sent."""
+    """Names, types and shapes of its weights go ahead of each bucket; the group is made once. The GPU has done what
+    makes weights, which may be gathered or merged, before any is sent."""
     monkeypatch.setattr(transfers, "BUCKET_BYTES", 100)
     weights, receiver, calls = some_weights() | {"half": torch.ones(3).bfloat16()}, Receiver(), []
     had = []  # of the weights when the device was waited for
@@ -296,8 +296,8 @@ def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(addre
 @needs_vllm
 @pytest.mark.slow
 def test_one_server_takes_weights_either_way(stand_in, vllm_address, wide_headed_model, tmp_path, monkeypatch):
-    """By vLLM's transfer, from one trainer after another, then from a whole run by shared memory. With two updates a
-    step, so that the trainer's log-probs of what was sampled are computed: they are those of the server."""
+    """A server takes weights by vLLM's transfer from two trainers in turn, then by shared memory from a whole run. Its
+    two updates a step have the trainer compute log-probs of what was sampled: they are those of the server."""
     monkeypatch.setattr(transfers, "BUCKET_BYTES", 100_000)
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
     policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)

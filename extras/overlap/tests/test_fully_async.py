@@ -203,7 +203,7 @@ def test_what_cannot_run_ahead_is_refused_in_a_line(settings, message):
 
 
 def test_a_generator_that_gets_no_further_ends_the_wait_though_it_answers_every_call(monkeypatch):
-    """The second has given its rows; the first lives, and its engine takes no step."""
+    """The first of two generators lives, and its engine takes no step; the second has given its rows."""
     monkeypatch.setattr("workers.deadlines.BEAT_SECONDS", SOON)
     numbers, group = count(), Mock(size=2)
     group.submit.return_value.result.return_value = [{}, {0: "rows"}]

@@ -37,7 +37,7 @@ POOLS = {
 
 @pytest.mark.parametrize("pools", [pytest.param(name, marks=needs_vllm) if "vllm" in name else name for name in POOLS])
 def test_pools_on_two_machines_learn_what_one_pool_learns(machines, wide_headed_model, tmp_path, pools):
-    """To the bit, but for what an engine's log-probs are off: a batch of another size is added up in another order."""
+    """Metrics and weights are equal to the bit, but for the engine's log-probs, which depend on the size of a batch."""
     colocated = [setting for setting in POOLS[pools] if setting == VLLM or not setting.startswith(ROLLOUT)]
     one_pool = "trainer.executor=ray", "trainer.n_threads=1"
     together = trained(tmp_path / "together", wide_headed_model, *one_pool, *colocated)

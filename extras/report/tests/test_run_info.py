@@ -58,7 +58,7 @@ def compute_score(prompt, response, api_key, more, url, named, password):
 
 
 def test_a_key_is_in_no_file_of_a_run(tiny_model, tmp_path):
-    """In six forms, one of them only in the command; what names a variable goes on naming it."""
+    """The key comes in six forms, one of them only in the command; settings that name a variable go on naming it."""
     (tmp_path / "score.py").write_text(KEYED)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2", "data_source": "sums"}\n' * 2)
     key, reward, run = "sk-PLANTED", "reward.custom_reward_function", tmp_path / "run"

@@ -75,7 +75,7 @@ def command(tiny_model: Path, folder: Path, what: dict[str, str], *more: str) ->
 
 @pytest.fixture
 def start(tiny_model: Path, tmp_path: Path) -> Callable[..., Run]:
-    """start(what, settings…): such a run in tmp_path/run, with three restarts."""
+    """start(what, settings…) starts a run in tmp_path/run in which `what` happens, with three restarts."""
 
     def started(what: dict[str, str], *more: str) -> Run:
         settings = command(tiny_model, tmp_path / "run", what, "trainer.max_restarts=3", *more)
@@ -139,7 +139,7 @@ def test_what_may_pass_is_tried_again_and_the_command_ends_as_the_run(start, tmp
 
 @pytest.mark.parametrize(("error", "code"), [("MayPass('away')", 75), ("ValueError('a slip')", 1)])
 def test_exit_codes_are_the_same_without_restarts(tiny_model, tmp_path, error, code):
-    """…with the traceback; tests/test_interrupt.py has signals and refusals."""
+    """A run without restarts shows a traceback and its exit code; tests/test_interrupt.py has signals and refusals."""
     done = Run("main.py", *command(tiny_model, tmp_path / "run", {"updated 1": f"fail({error})"})).wait(PATIENCE)
     assert done.returncode == code and "Traceback" in done.stderr
 
@@ -153,7 +153,7 @@ def test_restarts_without_a_checkpoint_are_counted(start, tmp_path):
 
 @pytest.mark.parametrize("both", [False, True], ids=["to the command", "to both processes"])
 def test_a_signal_reaches_the_run_once(start, tmp_path, both):
-    """A terminal and a batch system send it to both; a second one would kill the run before it has saved."""
+    """A terminal and a batch system signal both processes; a second signal would kill the run before it has saved."""
     waits = f"[Path({str(tmp_path / 'here')!r}).touch(), time.sleep(2)]"
     run = start({"updated 2": waits}, "trainer.save_freq=100")
     until((tmp_path / "here").exists)
@@ -175,7 +175,7 @@ def test_a_run_saves_and_ends_when_its_parent_is_killed(start, tmp_path):
 
 
 def test_what_a_dead_run_leaves_behind_is_ended_once_that_is_said(start, tmp_path):
-    """As Ray's agents, which do not obey SIGTERM while they wait for a dead server."""
+    """A process outlives the run and ignores SIGTERM, as Ray's agents do while they wait for a dead server."""
     leave = (
         f"[Path({str(tmp_path / 'left')!r}).write_text(str(subprocess.Popen(['env', '--ignore-signal=TERM', 'sleep', "
         "'9999'], start_new_session=True).pid)), kill()]"

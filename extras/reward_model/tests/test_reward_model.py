@@ -37,7 +37,7 @@ def role(folder: Path, **settings) -> LearnedReward:
 
 
 def score_alone(folder: Path, ids: list[int]) -> float:
-    """By transformers, of a row without padding; the end of it may not look like padding."""
+    """Scores a row without padding by transformers, with a pad token that is not in the row."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     model.config.pad_token_id = next(token for token in range(model.config.vocab_size) if token not in ids)
     return model(torch.tensor([ids])).logits[0, 0].item()

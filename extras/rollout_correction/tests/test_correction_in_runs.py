@@ -160,7 +160,7 @@ def test_without_the_engines_log_probs_nothing_is_corrected_and_a_correction_is_
 
 
 class Drifting(Bandit):
-    """Its engine thinks R four times less likely than it is, and is right about L."""
+    """A bandit whose engine thinks R four times less likely than it is, and is right about L."""
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         batch = super().generate_sequences(prompts, sampling, seed)

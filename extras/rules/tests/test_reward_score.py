@@ -403,7 +403,7 @@ def test_a_function_is_called_by_lines_of_json():
 
 
 def test_without_any_reward_the_rules_of_public_data_sets_score():
-    """…and where programs are run is set in the config."""
+    """Public data sets are scored by their rules where no reward is set; the config says where programs are run."""
     config = RewardConfig(sandbox_fusion=SandboxFusionConfig("http://none/run_code", 3, 128))
     reward = load_reward_manager(config, None, None)
     limits = {"sandbox_fusion_url": "http://none/run_code", "concurrent_semaphore": 3, "memory_limit_mb": 128}

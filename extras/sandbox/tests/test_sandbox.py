@@ -91,7 +91,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def test_no_file_outside_its_folder_changes(tmp_path: Path, folders: Path):
-    """By all the ways in, each tried; the folder itself goes."""
+    """A program tries all ways to change files outside its folder, and none works; the folder itself is removed."""
     target = tmp_path / "kept"
     target.write_text("as it was")
     code = f"""

@@ -82,7 +82,7 @@ def served(tiny_model: Path) -> Served:
 
 @pytest.fixture(scope="module")
 def address(served: Served, tiny_model: Path) -> Iterator[str]:
-    """The address of that server."""
+    """The address of a server of the tiny model, which asks for a key."""
     with serving(served, compose(tiny_model)) as url:
         yield url
 

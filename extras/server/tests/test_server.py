@@ -678,7 +678,7 @@ def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, monkeypatch
 
 
 def test_of_two_servers_that_load_at_once_for_one_port_the_second_is_refused(tiny_model, capsys, monkeypatch):
-    """Both have bound it, as neither listened: what loads in the middle is the other one."""
+    """Both servers have bound the port, as neither listened: the other one listens while this one loads."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -713,7 +713,7 @@ def test_vllms_own_server_gets_the_same_settings(wide_headed_model, monkeypatch)
 
 
 def test_vllms_own_server_can_take_a_trainers_weights(wide_headed_model, monkeypatch):
-    """On a CPU with a cache of what runs side by side: vLLM would take most of the memory."""
+    """vLLM's options let it take weights; on a CPU its cache holds what runs side by side, not most of the memory."""
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     config = compose(wide_headed_model, "rollout.name=vllm", "server.takes_weights=true", "rollout.max_num_seqs=4")

@@ -310,7 +310,7 @@ def test_a_program_that_hangs_is_killed_with_its_children_and_the_key_is_named(t
 
 @pytest.mark.skipif(not {"namespaces", "seccomp"} <= {*fences()}, reason="this system cannot fence a command")
 def test_a_program_in_the_sandbox_reaches_the_policy_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is an unchanged client, with threads and processes of its own; a policy that wrote it would get no further."""
+    """An unchanged client works, with threads and processes of its own; a program of the policy gets no further."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     (elsewhere := tmp_path / "elsewhere").write_text("private")
     (folder := tmp_path / "agent").mkdir()

@@ -49,7 +49,7 @@ def compose(folder: Path, model: Path, rows: list[dict], *overrides: str) -> SFT
 
 
 def trainer_of(config: SFTConfig) -> tuple[SFTTrainer, DataParallelPPOActor]:
-    """Before its first step, and the model that it trains, in this process."""
+    """Returns a trainer before its first step, and the model that it trains, in this process."""
     parts = prepare(config)
     group = LocalGroup(1, ModelWorker, worker_config(config), parts.total_steps, ["actor"])
     return SFTTrainer(config, parts, Role(group, ROLES["actor"])), group.worker.roles["actor"]
@@ -107,7 +107,7 @@ def slow_loss(module: torch.nn.Module, rows: list[dict]) -> tuple[torch.Tensor, 
 
 
 def test_validation_weighs_tokens_not_batches(tmp_path, tiny_model, capsys):
-    """And that its rows are trained on as well is said."""
+    """The loss is a mean over the tokens of all batches; a notice says that validation rows are trained on as well."""
     val = write(tmp_path, SEVERAL[:3], "val.jsonl")
     config = compose(tmp_path, tiny_model, ROWS[:2], f"data.val_files={val}")  # batches of 2 and 1 rows
     trainer, model = trainer_of(config)

@@ -23,7 +23,7 @@ SLOW = 60  # the stand-in answers a prompt of this token when it is aborted, and
 
 
 class StandIn:
-    """As much of sglang.Engine as extras/sglang/rollout.py uses, as in SGLang 0.5.23: counts up from the prompt."""
+    """Stands in for SGLang 0.5.23's Engine, as far as extras/sglang/rollout.py uses it; counts up from the prompt."""
 
     def __init__(self, **settings: object) -> None:
         self.settings, self.calls, self.asked = settings, [], []
@@ -83,7 +83,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> Iterator[SGLang
 
 
 def test_requests_become_those_of_sglang(engine: SGLangRollout):
-    """With ignore_eos SGLang would not stop at stop_token_ids; its seeds are of 31 bits."""
+    """SGLang would not stop at stop_token_ids if ignore_eos were set, and takes seeds of 31 bits."""
     greedy = replace(PLAIN, do_sample=False)
     first, second = engine.generate([Request(0, [20], PLAIN, seed=2**40 + 3), Request(1, [30], greedy, seed=5)])
     assert (first.token_ids, first.log_probs, first.finish_reason) == ([21, 22], [-0.5, -0.5], "stop")

@@ -154,7 +154,7 @@ def test_machines_without_a_common_disk_are_told_so(tiny_model, tmp_path, on):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_layers_that_were_split_are_put_together_and_split_again(tiny_model, tmp_path, on, tied):
-    """…unevenly, into 43 and 42 columns; a head that is no embedding as well."""
+    """Layers split unevenly, into 43 and 42 columns, are whole in a checkpoint; so is a head that is no embedding."""
     model, split = tmp_path / "model", (1, 2)
     config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
@@ -217,7 +217,7 @@ def test_weights_of_another_model_are_named_with_both_shapes(saved, wide_headed_
 
 
 def test_an_optimiser_without_moments_yet_is_restored_as_it_was(tiny_model, tmp_path):
-    """As a policy's is while only the critic learns."""
+    """Loading a checkpoint without moments, as a policy's while only the critic learns, clears the optimiser's."""
     make_engine(tiny_model).save(tmp_path, EVERYTHING)
     engine = make_engine(tiny_model)
     train(engine, 0)

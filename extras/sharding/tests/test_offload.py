@@ -46,7 +46,7 @@ def moments(engine: TrainEngine) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("chunk", [offload.CHUNK, 4096])
 def test_steps_in_main_memory_are_adamws(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
-    """Whole tensors at once, and by rows; a checkpoint of one optimiser continues in the other."""
+    """Steps in main memory equal AdamW's, for whole tensors and by rows; either continues the other's checkpoint."""
     monkeypatch.setattr(offload, "CHUNK", chunk)
     plain, away = make_engine(tiny_model), make_engine(tiny_model, moments=True, module=True)
     train(plain, 3), train(away, 3)
@@ -64,8 +64,8 @@ def test_steps_in_main_memory_are_adamws(tiny_model: Path, tmp_path: Path, monke
 
 
 def test_moments_in_bfloat16(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Half the bytes for about the same weights, wherever they are and however they are cut; a resumed run goes on to
-    the last bit, and one that had them in float32 does, too."""
+    """Moments in bfloat16 give about the same weights for half the bytes, wherever they are and however they are cut; a
+    resumed run goes on to the last bit, and one that had them in float32 does, too."""
     plain, here = make_engine(tiny_model), make_engine(tiny_model, "bfloat16")
     train(plain, 3), train(here, 3)
     monkeypatch.setattr(offload, "CHUNK", 4096)
@@ -99,7 +99,7 @@ def test_rounding_at_random_keeps_the_mean_where_rounding_to_the_nearest_keeps_t
 
 
 def test_shards_are_stepped_as_the_whole():
-    """Of five rows the last of two ranks has two, the last of four none. Ranks that meet nobody will do."""
+    """The last of two ranks steps two of five rows, the last of four none, in groups that exchange nothing."""
     weights, gradients = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
 
     def stepped(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_a_run_with_all_of_it_offloaded_has_the_same_numbers(tiny_model, tmp_pat
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_a_reference_in_bfloat16_scores_as_the_policy_does(tiny_model, monkeypatch, capsys, agrees):
-    """To the last bit, so that equal weights have no KL; where a layer would not, it stays in float32."""
+    """A reference scores as the policy to the last bit, so KL is 0; where a layer would not, it stays in float32."""
     policy = load_causal_lm(ModelConfig(path=str(tiny_model)), CPU, torch.bfloat16)
     if not agrees:
         monkeypatch.setattr(models, "score_equally", lambda *_: False)

@@ -74,7 +74,7 @@ def sharding(mesh: str = "sharded", **kept: Any) -> Replicas:
 
 
 def share(batch: DataProto, first: int) -> DataProto:
-    """This rank's rows: `first` of them are the first rank's, and the rest the second's; one process has all."""
+    """Returns this rank's rows: `first` of them are the first rank's, the rest the second's; one process has all."""
     if group_size() == 1:
         return batch
     return [batch[:first], batch[first:], batch[:0], batch[:0]][rank()]
@@ -89,7 +89,7 @@ def share(batch: DataProto, first: int) -> DataProto:
     ],
 )
 def test_ranks_take_the_step_of_one(ranks: Ranks, model: Path, mesh: str, names: list[str]):
-    """…and report its metrics, whatever the loss; with fewer rows than ranks as well."""
+    """Ranks take the step of one process and report its metrics, whatever the loss, even where some have no row."""
     assert_the_step_of_one(ranks, model, names, partial(sharding, mesh))
 
 
@@ -182,7 +182,7 @@ def uneven(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_parts_of_layers_and_of_a_head_have_the_gradient_of_one_process(ranks, uneven, mesh, settings):
-    """…and its log-probs and entropies, where parts are uneven, and where all heads share a weight."""
+    """Log-probs, entropies, gradient are one process's, where parts are uneven, and where all heads share a weight."""
     assert_same_gradient(ranks, uneven, settings, {}, mesh, peers=MESHES[mesh][1])
 
 
@@ -198,7 +198,7 @@ def test_parts_of_layers_and_of_a_head_have_the_gradient_of_one_process(ranks, u
 def test_weights_gathered_in_bfloat16_change_a_gradient_as_rounding_in_products_does(
     ranks: Ranks, model: Path, settings: dict[str, Any], reduced: torch.dtype, limit: float
 ):
-    """…so that it is about as far from that of float32 as one process's in bfloat16."""
+    """A gradient by gathered bfloat16 weights is about as far from that of float32 as one process's in bfloat16."""
     batch, kept = ragged_batch(), {"param_dtype": torch.bfloat16, "reduce_dtype": reduced}
     exact, gradient = gradient_of(model, batch, settings, {})
     rounded, of_rounded = gradient_of(model, batch, settings, kept)
@@ -253,8 +253,8 @@ def log_probs_of(batch: DataProto, **settings: Any) -> Tensor:
 def adapted(
     path: Path, adapter: Path, batch: DataProto, folder: Path
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """With LoRA: the reference's log-probs of this rank's rows, the whole gradient of an update, and the weights for an
-    engine; adapter and merged model are left in `folder`."""
+    """Trains with LoRA; returns the reference's log-probs of this rank's rows, the whole gradient of an update, and the
+    weights for an engine; leaves adapter and merged model in `folder`."""
     config, size = LOSSES["vanilla, every term"], CUTS["24 tokens"]
     module = load_causal_lm(ModelConfig(path=str(path), lora_adapter_path=str(adapter)), parallel=sharding())
     engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
@@ -278,7 +278,7 @@ def fresh_adapter(path: Path) -> dict[str, Tensor]:
 def test_lora_in_shards_has_the_start_the_gradient_the_reference_and_the_weights_of_one_process(
     ranks: Ranks, model: Path, tmp_path: Path, experts: bool
 ):
-    """…beside experts as well, which are one tensor and do not divide the ranks, with a gate of one row."""
+    """LoRA is right beside experts, too, one tensor that ranks do not divide evenly, with a gate of one row."""
     if experts:
         torch.manual_seed(4)
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -430,7 +430,7 @@ def shares_prompts(path: Path) -> bool:
 
 
 def test_a_forward_that_one_rank_refuses_is_taken_by_none(ranks: Ranks, model: Path):
-    """In the trials that follow all of them have to take part."""
+    """All ranks have to take part in the trials that follow, so all refuse what one of them refuses."""
     assert ranks.run(shares_prompts, model) == [False] * 4
 
 
@@ -459,7 +459,7 @@ def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], lis
 
 @pytest.mark.slow
 def test_sampling_from_gathered_weights_is_sampling_from_the_model(ranks: Ranks, model: Path):
-    """…though ranks have other numbers of rows, and so of forward passes."""
+    """Ranks draw as the whole model does, though they have different numbers of rows, and so of forward passes."""
     rows = [0, 2, 5, 1]
     wanted, scored, _ = sampled(model, [max(rows)])
     for count, (done, scores, in_shards) in zip(rows, ranks.run(sampled, model, rows), strict=True):
@@ -513,7 +513,7 @@ def certify(path: Path, mesh: str) -> list[Any]:
 
 @pytest.mark.parametrize("mesh", ["sharded", "split shards"])
 def test_a_sync_of_shards_is_certified_by_all_ranks(ranks: Ranks, uneven: Path, mesh: str):
-    """By the same probe as its leader's, where an engine is led by another rank."""
+    """Ranks whose engine is led by another rank certify by the probe of that leader."""
     for found in ranks.run(certify, uneven, mesh):
         assert [metrics["rollout/weight_version"] for metrics in found] == [1, 1, 2, 2]
         probed = [metrics.get("rollout/sync_max_logprob_diff") for metrics in found]
@@ -525,7 +525,7 @@ def test_a_sync_of_shards_is_certified_by_all_ranks(ranks: Ranks, uneven: Path, 
     [("sharded", "llama", "lm_head"), ("split shards", "llama", "lm_head"), ("sharded", "gpt_neox", "embed_out")],
 )
 def test_an_engine_is_handed_whole_weights_under_all_their_names(ranks, model, tmp_path, mesh, family, head):
-    """…which are those of a checkpoint, as of a GPT-NeoX, whose head transformers calls otherwise."""
+    """Weights have the names of a checkpoint, also of a GPT-NeoX, whose head transformers calls otherwise."""
     if family == "gpt_neox":
         torch.manual_seed(5)
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -548,7 +548,7 @@ def rewards(path: Path, tokenizer: Path, batch: DataProto, first: int) -> Tensor
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [7, 9])
 def test_a_sharded_reward_model_scores_as_a_whole_one(ranks: Ranks, reward_model: Path, model: Path, first: int):
-    """…though ranks have other numbers of rows, and so of forward passes."""
+    """Rewards are the whole model's, though ranks have different numbers of rows, and so of forward passes."""
     wanted = rewards(reward_model, model, ragged_batch(), first)
     for found in ranks.run(rewards, reward_model, model, ragged_batch(), first):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -97,7 +97,7 @@ def test_the_audit_of_the_default_reward():
 
 
 def anchored(solution_str, ground_truth):
-    """A form that is none of the usual ones."""
+    """Pays an answer that is given in a form which the audit does not know by itself."""
     said = re.search(r"answer is (\d+)$", solution_str)
     return float(said is not None and said[1] == ground_truth)
 

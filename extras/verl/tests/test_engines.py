@@ -26,7 +26,7 @@ ANOTHER_PROMPT = {
 
 
 def test_a_batch_of_an_engine_of_the_users_by_hand():
-    """Its columns are narrower than P = 4, R = 5; row 0 has an observation, and row 1 stops."""
+    """The engine's columns are narrower than P = 4, R = 5; row 0 has an observation, and row 1 stops."""
     stop = TOKENIZER.eos_token_id
     given = {
         "responses": [[70, 71, 73], [72, stop, 0]],

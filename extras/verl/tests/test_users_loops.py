@@ -260,7 +260,7 @@ def test_an_agent_that_is_none_is_refused_by_name(key, value, words):
 
 
 def test_rows_of_what_was_sampled_are_found_wherever_they_stand():
-    """Of two answers to one prompt that which was taken counts; one that was cut short keeps its beginning."""
+    """Log-probs come from the answer that a loop took of two to a prompt; one that was cut keeps its beginning."""
     stranger = Completion(9, [5, 8, 4, 6, 6], [-9.0] * 5, "stop", 9)  # what it answers does not stand there
     answers = [([7, 2], stranger), ([1, 2, 5], Completion(8, [9], [-9.0], "stop", 9)),
                ([1, 2], Completion(0, [5, 6, 7], [-0.5, -0.25, -1.0], "stop", 3)),
@@ -310,7 +310,7 @@ def test_an_episode_whose_last_request_the_engine_aborts_is_left_out():
 
 
 def test_a_request_that_a_loop_cancels_at_its_end_does_not_stay_in_the_engine():
-    """The engine is busy with a step when it is cancelled, and nobody asks it for another."""
+    """The request is cancelled while the engine is busy with a step, and nobody asks the engine for another."""
     stepping, over = Event(), Event()
 
     class OneOfTwo(Scripted):

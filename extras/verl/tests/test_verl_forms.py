@@ -139,7 +139,7 @@ def test_a_reward_or_a_manager_of_verls_scores_as_it_does_there(form):
 
 @pytest.mark.parametrize(("wait", "in_time"), [("await asyncio.sleep(9)", [1.0, 1.0, 1.0]), ("time.sleep(2)", [1.0])])
 def test_a_row_that_its_manager_does_not_score_in_time_is_not_scored_and_the_others_are(tmp_path, wait, in_time):
-    """One that blocks keeps the rows behind it from being scored too."""
+    """A manager that blocks keeps the rows behind it from being scored, too."""
     (tmp_path / "slow.py").write_text(
         "import asyncio, time\nfrom verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
         "class Slow(RewardManagerBase):\n    async def run_single(self, data):\n"
@@ -171,7 +171,7 @@ def test_a_batch_that_its_manager_does_not_score_in_time_has_no_scores(tmp_path,
 
 
 def test_a_managers_score_goes_to_the_last_token_of_the_policy():
-    """In verl it is the last that is there, which may be a tool's, or no token at all: then nothing is scored."""
+    """A manager in verl scores a row's last token, maybe a tool's; a row without any of the policy has no score."""
     data, scores = rollouts(), torch.zeros(len(ROWS), 12)
     scores[0, 1] = scores[2, -1] = scores[3, data.batch["attention_mask"][3, -12:].sum() - 1] = 1.0
     moved = move_to_policy(scores, data)
@@ -518,7 +518,7 @@ def test_a_simulated_user_of_verls_speaks_until_the_answer_is_right(folder):
 
 
 def test_a_subclass_of_the_mcp_tool_reads_results_its_own_way(folder, monkeypatch):
-    """By a client in place of a server's: extras/tools/tests has a real one."""
+    """A stand-in for the server's client lists and calls tools; extras/tools/tests has a real server."""
     part, schema = SimpleNamespace(type="text", text="seven"), {"type": "object", "properties": {}}
 
     class Client:

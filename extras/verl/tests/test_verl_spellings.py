@@ -85,7 +85,7 @@ def test_an_old_spelling_of_a_key_without_effect_has_none(key, capsys):
 
 @pytest.mark.parametrize("old", OF_ALL_WORKERS)
 def test_a_batch_size_over_all_workers_is_divided_by_their_number(old, capsys):
-    """Whichever of the settings comes first; no worker is left without a sequence."""
+    """Settings may come in any order; no worker is left without a sequence."""
     new = OF_ALL_WORKERS[old]
     eight = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
     assert settings_at(compose(f"{old}=32", *eight), new) == settings_at(compose(*eight, f"{old}=32"), new) == 4

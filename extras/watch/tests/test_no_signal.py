@@ -100,7 +100,7 @@ def test_it_is_said_once_in_a_row_and_again_the_tenth_time(caplog):
 
 
 def test_one_stray_sample_does_not_hide_that_nothing_is_taught(caplog):
-    """Of ten steps with four rows, one row in one step has an advantage."""
+    """One row of four has an advantage, in one of ten steps."""
     stray = BATCH.select_idxs([0, 1, 2, 3])
     stray.batch["advantages"] = torch.zeros_like(stray.batch["advantages"])
     stray.batch["advantages"][2] = 0.7
