@@ -39,7 +39,7 @@ def close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 
 def ragged_batch(seed: int = 0) -> DataProto:
-    """9 rows in one place too wide; row 0 has observation tokens in its middle, MASKED_ROW no policy token at all.
+    """Makes 9 rows, padded one place too wide; row 0 has observations in its middle, MASKED_ROW no policy token.
 
     Every float column is random where the response has tokens, and 1e3 beyond it: padding must not matter.
     """

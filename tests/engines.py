@@ -43,7 +43,7 @@ def drain(engine: Rollout) -> dict[int, Completion]:
 
 
 def answer(request: Request, version: int) -> Completion:
-    """The first ids of 70, 71, 72, as many as the prompt has; it stops unless that is three or more."""
+    """Answers with as many of 70, 71, 72 as the prompt has ids; ends by "stop" if those are fewer than three."""
     count = len(request.prompt_ids)
     reason = "stop" if count < 3 else "length"
     return Completion(request.id, [70, 71, 72][:count], [-0.5, -0.25, -0.125][:count], reason, version)
@@ -64,7 +64,7 @@ class Stepping(Rollout):
 
 
 class Copying(HFRollout):
-    """An engine with a copy of the weights, which it loses when it sleeps, as vLLM's does on a GPU; `told`: of what."""
+    """An engine with weights of its own, lost when it sleeps, as vLLM's are on a GPU; `told` lists loads and sleeps."""
 
     own_weights = True
 
@@ -189,7 +189,7 @@ def plans(seed: int, samplings: Sequence[SamplingParams], vocabulary: int) -> li
 
 
 def play(engine: Rollout, plans: Sequence[Plan], keeps: bool) -> dict[tuple[int, int], tuple[list[int], Completion]]:
-    """All episodes at once: (episode, turn) → its prompt and what was answered; `keeps`: the engine is told of them."""
+    """Plays all episodes at once: (episode, turn) → prompt and answer; `keeps`: the engine hears which is whose."""
     due = {(place, 0): list(plan.prompt) for place, plan in enumerate(plans)}
     wait, found = {(place, 0): plan.pauses[-1] for place, plan in enumerate(plans)}, {}
     while due:

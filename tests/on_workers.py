@@ -32,7 +32,7 @@ class Echo:
         return gather(rank())
 
     def draw(self) -> list[float]:
-        """One number of each global generator."""
+        """Draws one number from each global generator."""
         return [random.random(), np.random.rand(), torch.rand(1).item()]
 
     def sleep(self, seconds: float) -> None:
@@ -48,7 +48,7 @@ class Echo:
         raise KeyError("missing")
 
     def fail_on_the_second(self) -> None:
-        """The first waits for the second."""
+        """Raises on rank 1, while rank 0 waits for it."""
         if rank() == 1:
             raise MayPass("only the second")
         gather(None)
@@ -72,7 +72,7 @@ class EchoWorker:
 
 
 class InspectedWorker(ModelWorker):
-    """A worker with a role more, which adds up the policy's weights."""
+    """A worker with one more role, `inspector`, which adds up the policy's weights."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)

@@ -79,7 +79,7 @@ class DeviceTensor(Tensor):
         return f"DeviceTensor({self.numbers!r})"
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        """In a file it is a plain tensor."""
+        """Pickles the numbers as a plain tensor: a file says nothing of the device."""
         return self.numbers.detach().__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
@@ -111,12 +111,12 @@ def any_on_device(*values: Any) -> bool:
 
 
 def numbers_of(value: Any) -> Any:
-    """Takes the tensors in `value` off the device, which nobody counts."""
+    """Takes the tensors in `value` off the device, without counting it."""
     return mapped(lambda tensor: tensor.numbers if is_on_device(tensor) else tensor, value)
 
 
 def on_device(value: Any) -> Any:
-    """Puts the tensors in `value` on the device, which nobody counts."""
+    """Puts the tensors in `value` on the device, without counting it."""
 
     def put(tensor: Tensor) -> Tensor:
         return DeviceTensor(tensor) if not is_on_device(tensor) and tensor.device.type == "cpu" else tensor
@@ -125,8 +125,7 @@ def on_device(value: Any) -> Any:
 
 
 def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`tree_map` over the tensors that operations take and return: asked at each of them, torch's takes ten times as
-    long."""
+    """Maps the tensors that operations take and return; torch's `tree_map` takes ten times as long here."""
     if isinstance(value, Tensor):
         return change(value)
     if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size) or not value:
@@ -300,7 +299,7 @@ class PretendedGPU(TorchFunctionMode):
 
 
 def place() -> str | None:
-    """Names the innermost line of ours, or of transformers, that is running; None: vmap, which asks in C++."""
+    """Names the innermost running line of ours, or of transformers; None within vmap, which asks in C++."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         file = frame.f_code.co_filename

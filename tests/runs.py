@@ -74,7 +74,7 @@ def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def signalled(step: Callable, number: int, sent: int) -> Callable:
-    """The method `step`, which sends this process a signal in the step of that `number`."""
+    """Wraps the method `step`, so that it sends this process a signal in the step of that `number`."""
 
     def sending(self):
         if self.global_step == number:

@@ -45,8 +45,7 @@ class Entered:
 
 @cache
 def definitions(file: str) -> list[tuple[int, int, str]]:
-    """Lists first line (a decorator's, if there is one), last line and name of the functions of `file` that are in no
-    other."""
+    """Lists first line (or decorator's), last line and name of the functions of `file` that are in no other."""
 
     def inside(node: ast.AST, prefix: str = "") -> list[tuple[int, int, str]]:
         found = []

@@ -140,7 +140,7 @@ def test_scores_are_those_of_each_row_alone(policy: PreTrainedModel):
 def test_the_first_update_of_a_batch_has_a_ratio_of_exactly_one(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mini_batch_size: int, updates: int
 ):
-    """…whatever the micro-batches, though log-probs and updates are cut differently; later updates have moved on."""
+    """The ratio is 1 though log-probs and updates are cut differently; later updates have moved on."""
     largest: list[float] = []
     name = f"recording_{mini_batch_size}"
 
@@ -181,7 +181,7 @@ def test_without_old_log_probs_nothing_is_clipped_and_the_kl_is_zero(policy: Pre
     ("column", "value"), [("advantages", torch.inf), ("old_log_probs", torch.nan), ("ref_log_prob", torch.nan)]
 )
 def test_a_loss_that_is_not_finite_leaves_no_trace(policy: PreTrainedModel, column: str, value: float):
-    """The bad number is in the last micro-batch: gradients of those before it must go too."""
+    """The last micro-batch has the bad number: gradients of those before it must go too."""
     clean, hit = make_actor(policy), make_actor(policy)
     bad = ragged_batch()
     bad.batch[column][-1, 0] = value
@@ -231,7 +231,7 @@ def whole_loss(module: PreTrainedModel, batch: DataProto, config: ActorConfig) -
 
 @pytest.mark.parametrize("name", OVER_ALL)
 def test_a_loss_over_the_mini_batch_is_the_same_in_any_cut(policy: PreTrainedModel, name: str):
-    """With entropy and KL beside it; alone, as every loss: test_policy_losses.py."""
+    """Entropy and KL are added to the loss; test_policy_losses.py has every loss alone."""
     config, batch = replace(ALL_TERMS, policy_loss=OVER_ALL[name], loss_agg_mode="seq-mean-token-mean"), ragged_batch()
     twin = copy.deepcopy(policy)
     loss, policy_loss = whole_loss(twin, batch, config)
@@ -249,7 +249,7 @@ def test_a_loss_over_the_mini_batch_is_the_same_in_any_cut(policy: PreTrainedMod
 
 
 def test_a_loss_of_the_users_is_called_once_a_mini_batch_if_it_says_so(policy: PreTrainedModel):
-    """The square of a mean: of parts, it is something else. `scale` comes from policy_loss.kwargs."""
+    """The loss squares a mean, which its parts would not add up to. `scale` comes from policy_loss.kwargs."""
     calls: list[int] = []
 
     def squared(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, scale=1.0, **kwargs):
@@ -274,7 +274,7 @@ def test_a_loss_of_the_users_is_called_once_a_mini_batch_if_it_says_so(policy: P
 
 @pytest.mark.parametrize("name", OVER_ALL)
 def test_a_mini_batch_without_a_token_is_no_gradient(policy: PreTrainedModel, name: str):
-    """All may have failed, or been rejected for their drift."""
+    """All rows may have failed, or been rejected for their drift."""
     for config in (replace(ALL_TERMS, policy_loss=OVER_ALL[name]), ALL_TERMS):
         batch = ragged_batch()
         batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
@@ -287,7 +287,7 @@ def test_a_mini_batch_without_a_token_is_no_gradient(policy: PreTrainedModel, na
 
 @pytest.mark.parametrize("name", [loss for loss in SHIPPED if get_policy_loss(loss).silent_at_zero])
 def test_rows_without_advantage_cost_no_forward_and_the_step_is_the_same(policy: PreTrainedModel, name: str):
-    """The parameters after the step too: momentum and weight decay act as if the whole batch had gone through."""
+    """Parameters agree after the step: momentum and weight decay act as if the whole batch had gone through."""
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name), optim=OptimConfig(lr=1e-2, weight_decay=0.1))
     batch = ragged_batch()
     batch.batch["advantages"][[0, 2, 5, 7]] = 0.0

@@ -195,7 +195,7 @@ def long_batch() -> DataProto:
 
 
 def test_the_overlong_penalty_is_taken_off_the_last_policy_token_by_hand():
-    """A buffer of a fifth of 10 tokens: the whole factor at 10, half at 9, nothing at 8 and below."""
+    """The buffer is a fifth of 10 tokens: a row of 10 loses the whole factor, of 9 a half, of 8 or fewer nothing."""
     batch = long_batch()
     scores = batch.token_level_scores.clone()
     buffer = "reward.reward_kwargs.overlong_buffer_cfg={enable: true, penalty_factor: 0.5}"

@@ -180,7 +180,7 @@ def test_one_that_raises_once_is_played_again_from_its_seed(trouble: dict[int, s
 
 
 def test_all_environments_step_at_once(monkeypatch: pytest.MonkeyPatch):
-    """None of 64 goes on before all have come: one after the other they would wait until their deadline."""
+    """Each of 64 environments waits in its step for all: one after the other, they would reach their deadline."""
     config, game = counting("env.timeout=30")
     together, plain_step = Barrier(64), Counting.step
 
@@ -219,7 +219,7 @@ def test_a_prompt_beyond_the_models_positions_is_refused_and_not_taken_for_a_fai
 )
 @pytest.mark.parametrize("aborted_turn", [0, 1])
 def test_a_request_that_the_engine_does_not_answer_ends_its_episode(aborted_turn, cut, reason, how):
-    """With nothing learnt from it, and nothing asked of the other side."""
+    """An episode without its answer teaches nothing, and its `step` does not see what was cut off."""
 
     class Nodding(SingleAnswer):
         async def step(self, answer: str) -> Reply:
@@ -239,7 +239,7 @@ def test_a_request_that_the_engine_does_not_answer_ends_its_episode(aborted_turn
 
 
 class Held(Counting):
-    """Belongs to the thread that it was made in, as sqlite and GL do; counts how many are open."""
+    """An environment that only the thread that made it may use, as with sqlite and GL; `opened` has those left open."""
 
     opened: ClassVar[list[int]] = []
 
@@ -269,7 +269,7 @@ def held(*overrides: str) -> tuple[EnvSetup, AgentLoop]:
 
 
 def test_an_episode_keeps_its_thread_and_what_failed_is_closed_there(trouble: dict[int, str], caplog: Any):
-    """Over 12 generations of eight episodes, a quarter of which raise."""
+    """Twelve generations of eight episodes, a quarter of which raise, leave no environment open."""
     trouble |= {102: "raises", 107: "raises"}
     game, loop = held()
     for number in range(12):

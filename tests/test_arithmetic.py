@@ -60,7 +60,7 @@ def test_answers_are_right_and_never_negative(task: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_no_seed_trains_on_a_question_that_any_seed_holds_out(task: str) -> None:
     def questions(split: str, seed: int, count: int) -> list[tuple[str, ...]]:
-        """Without the order of terms: 3 + 4 is 4 + 3."""
+        """Lists the sorted words of each question, so that 3 + 4 equals 4 + 3."""
         texts = [row["prompt"][-1]["content"].split("?")[0] for row in make_rows(task, split, seed, count)]
         return [tuple(sorted(text.replace("- ", "-").split())) for text in texts]
 

@@ -15,7 +15,7 @@ from tests.runs import learning_metrics, run_main, short_run
 
 @pytest.fixture(autouse=True)
 def environments_as_they_were():
-    """Some cases change the texts of an environment, and run in this process."""
+    """Restores the environments after each case: some change their texts, in this process."""
     with patch.dict(ENVIRONMENTS):
         yield
 

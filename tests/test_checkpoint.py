@@ -151,7 +151,7 @@ class Slow:
 
 
 def test_a_worker_that_is_lost_in_a_save_ends_the_run_where_one_that_cannot_write_does_not(tmp_path: Path):
-    """It would be waited for again."""
+    """A lost worker would be waited for again at the next save; a full disk is only counted."""
     assert Saver(tmp_path, Mock(side_effect=WorkerError("rank 0: a full disk"))).save(1) == {"training/failed_saves": 1}
     with pytest.raises(WorkerLost, match="rank 1"):
         Saver(tmp_path, Mock(side_effect=WorkerLost("rank 1"))).save(1)
@@ -159,7 +159,7 @@ def test_a_worker_that_is_lost_in_a_save_ends_the_run_where_one_that_cannot_writ
 
 @pytest.mark.parametrize(("error", "saved"), [(RuntimeError("a reward"), [1]), (WorkerError("rank 1"), [])])
 def test_a_step_that_raises_leaves_the_checkpoint_whole_that_is_being_written(tmp_path, error, saved, monkeypatch):
-    """…but does not wait for workers that may wait for the one that failed."""
+    """The run waits for the checkpoint, unless a worker failed: others may be waiting for that worker."""
 
     class Failing(Run):
         def step(self) -> tuple[DataProto, dict[str, float]]:

@@ -194,7 +194,7 @@ def test_a_recipe_is_laid_over_the_yaml_and_keys_over_both():
 
 
 def test_a_users_yaml_names_a_recipe_and_the_command_line_another(tmp_path):
-    """Of the first nothing remains; what the yaml itself says wins over either."""
+    """The command line's recipe replaces the yaml's entirely; what the yaml itself sets wins over either."""
     for name, recipe in (("mine", "recipe: dapo, "), ("plain", "")):
         text = f"defaults: [frozenlake, {recipe}_self_]\nactor_rollout_ref: {{rollout: {{n: 5}}}}\n"
         (tmp_path / f"{name}.yaml").write_text(text)

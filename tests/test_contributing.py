@@ -66,7 +66,7 @@ def test_an_example_is_one_short_file_and_trains_two_steps(users_folder: Path, t
 
 
 def test_the_estimator_by_hand(users_folder: Path):
-    """Scores 1, 0, 0.5 of one prompt, with mean 0.5, and a failed row of another."""
+    """The rows are scores 1, 0, 0.5 of one prompt, with mean 0.5, and a failed row of another."""
     exec(compile(FILES["An estimator"]["my_estimator.py"], "my_estimator.py", "exec"), {"__name__": "by_hand"})
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.5, 0.0], [9.0, 9.0]])
     mask = torch.tensor([[1, 1], [1, 1], [1, 0], [0, 0]])

@@ -115,7 +115,7 @@ class TestAggLoss:
     @pytest.mark.parametrize("counts", [{}, COUNTS], ids=["own counts", "global counts"])
     @pytest.mark.parametrize("mode", AGGREGATION_MODES)
     def test_equals_a_loop_over_tokens(self, mode, counts, seed):
-        """As it is linear, with counts of the whole any cut into micro-batches and ranks adds up to the whole."""
+        """The aggregate is linear: with counts of the whole, any cut into micro-batches and ranks adds up to it."""
         mask, loss = ragged(seed, columns=1)
         loss.requires_grad_()
         weights = token_weights(mask, mode, **counts)

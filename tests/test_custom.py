@@ -41,7 +41,7 @@ def test_an_environment_without_a_table_has_no_expected_answer():
 
 
 class Growing(CustomEnvDataset):
-    """Prompts of 10 to 24 characters, by the cell of the lake; 3 tokens more are the template's."""
+    """A lake whose prompts have 10 to 24 characters, by the player's cell; the template adds 3 tokens."""
 
     def state_to_text(self, state):
         return "x" * (10 + state.text.replace("\n", "").index("P"))

@@ -194,7 +194,7 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
 
 
 def test_the_script_behind_the_algorithms_page_writes_what_it_shows(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    """In little: two recipes, a few steps each."""
+    """The script trains two recipes for a few steps, and writes their table and curves."""
     monkeypatch.setattr(quickstart, "DEMONSTRATIONS", 256)
     short = ["trainer.total_training_steps=2", "trainer.test_freq=1"]
     small = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "env.val_episodes=4"]

@@ -65,7 +65,7 @@ class Bench:
 
     @property
     def many(self) -> int:
-        """Requests that are many, and do not take long: a server takes some milliseconds for each."""
+        """Says how many requests are many and still quick: a server takes some milliseconds for each."""
         return 100 if self.engine.elsewhere else 1000
 
     def sync(self) -> None:
@@ -84,8 +84,7 @@ def tokenizer(wide_headed_model: Path) -> PreTrainedTokenizerBase:
 
 
 def load_policy(wide_headed_model: Path) -> TrainEngine:
-    """With larger weights, tied: left as it is, a random model is nearly uniform whatever its context; P + R
-    positions."""
+    """Loads the tied model for P + R positions, matrices doubled: a random one is nearly uniform in any context."""
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model), override_config={"max_position_embeddings": P + R}))
     model.generation_config.eos_token_id = None
     with torch.no_grad():
@@ -114,7 +113,7 @@ def built(
 
 @pytest.fixture
 def bench(built: Bench) -> Iterator[Bench]:
-    """As it was at the start: its weights, and no stop ids."""
+    """Gives each test the engine with its first weights and without stop ids."""
     weights = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
     built.engine.stop_ids = set()
     built.sync()
@@ -124,7 +123,7 @@ def bench(built: Bench) -> Iterator[Bench]:
 
 
 def change_weights(model: PreTrainedModel, lr: float | None = None) -> None:
-    """By noise; with `lr`, as AdamW does by its first step."""
+    """Adds noise to all weights; with `lr`, moves each up or down by `lr`, as AdamW's first step does."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -142,7 +141,7 @@ def batch_of(prompts: list[list[int]]) -> DataProto:
 
 
 def distances(bench: Bench, batch: DataProto, temperature: float) -> torch.Tensor:
-    """|Δ log-prob| to the trainer, of every token drawn."""
+    """Returns |Δ log-prob| to the trainer for every token drawn."""
     size = MicroBatchSize(5, 0)
     actor = DataParallelPPOActor(ActorConfig(), bench.policy, size, size)
     scored = actor.compute_log_prob(batch, temperature, ["old_log_probs"])
@@ -152,7 +151,7 @@ def distances(bench: Bench, batch: DataProto, temperature: float) -> torch.Tenso
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_the_trainer_gives_sampled_tokens_the_log_prob_they_were_drawn_with(bench: Bench, temperature: float):
-    """Before and after the weights have changed, tied head included; one prompt fills a block of vLLM's cache."""
+    """Log-probs agree before and after a change of weights, tied head included; one prompt fills a vLLM cache block."""
     bench.engine.stop_ids = {*ids(bench.generate(PROMPTS, GREEDY))[0][4:5]}
     before = None
     for _ in range(2):
@@ -190,7 +189,7 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=str)
 def test_tokens_are_drawn_from_the_processed_distribution(bench: Bench, params: SamplingParams):
-    """Many draws: χ² within 5 of its standard deviations, no token outside, log-probs those of the distribution."""
+    """Many draws have a χ² within 5 of its standard deviations, no token outside, and log-probs as computed by hand."""
     draws = 2 * bench.many
     with torch.no_grad():
         wanted = processed(bench.model(torch.tensor([PROMPTS[0]])).logits[0, -1].tolist(), params)
@@ -210,7 +209,7 @@ def test_tokens_are_drawn_from_the_processed_distribution(bench: Bench, params: 
 
 
 def test_greedy_takes_the_likeliest_token_every_time(bench: Bench):
-    """By whole forwards without a cache; alone, together, and again."""
+    """The likeliest token is that of a whole forward without a cache; prompts go together, again, and alone."""
     wanted = []
     for prompt in PROMPTS:
         tokens: list[int] = []
@@ -224,7 +223,7 @@ def test_greedy_takes_the_likeliest_token_every_time(bench: Bench):
 
 
 def test_the_seed_of_a_row_alone_decides_its_draws(bench: Bench):
-    """Not its company, its place, its request's id, the time it joined, or the global generators."""
+    """A row's draws depend on no company, place, request id, time of joining, or global generator."""
     rows = [Request(row, PROMPTS[row % 5], sampling(max_tokens=3 + row % 9), derive_seed(9, row)) for row in range(20)]
     together = {done.id: done for done in bench.engine.generate(rows)}
     torch.manual_seed(123)
@@ -254,7 +253,7 @@ def test_samples_of_one_prompt_differ_and_equal_seeds_agree(bench: Bench):
 
 
 def test_every_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(bench: Bench):
-    """Two of a model with several, one of them the pad id, and one that no vocabulary has."""
+    """The stop ids are two that are drawn, one of them the pad id, and two beyond the vocabulary."""
     first, second, *_ = ids(bench.generate(PROMPTS, GREEDY))
     stops, pad = (first[5], second[2]), bench.engine.pad_token_id
     bench.engine.stop_ids = {*stops, bench.model.config.vocab_size, 10**6}
@@ -277,7 +276,7 @@ def test_every_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(benc
 
 
 def test_stop_ids_of_a_request_end_that_request_alone(bench: Bench):
-    """Beside the engine's own; those beyond the vocabulary end nothing."""
+    """Each request ends at its own stop ids or the engine's; ids beyond the vocabulary end nothing."""
     prompts = [*PROMPTS, PROMPTS[1]]  # the last without stop ids of its own
     whole = ids(bench.generate(prompts, GREEDY))
     everyones = whole[0][8]
@@ -357,7 +356,7 @@ def test_waiting_and_running_requests_are_aborted_while_others_go_on(bench: Benc
 
 
 def test_tokens_so_far_are_the_completion_piece_by_piece(bench: Bench):
-    """Of those asked for, whatever else runs; nothing comes twice, and nothing of what has ended or was aborted."""
+    """Requests that ask get each token once, whatever else runs, and nothing after an end or an abort."""
     if type(bench.engine).tokens_so_far is Rollout.tokens_so_far:
         pytest.skip("all comes with the completion")
     for i, prompt in enumerate(PROMPTS):
@@ -383,7 +382,7 @@ def test_tokens_so_far_are_the_completion_piece_by_piece(bench: Bench):
 
 
 def test_an_episodes_next_turn_is_answered_as_if_nothing_were_kept(bench: Bench):
-    """Ragged episodes of 1 to 5 turns, whose turns come at different times; the past of one changes under way."""
+    """Ragged episodes of 1 to 5 turns pause between their turns; the past of one changes under way."""
     most = [1, 2, 3, 4]
     samplings = [replace(GREEDY, max_tokens=size) for size in most] + [sampling(size, top_k=20) for size in most]
     episodes = plans(0, samplings, bench.model.config.vocab_size)
@@ -435,7 +434,7 @@ def test_a_policy_that_has_diverged_is_said_to_be(bench: Bench):
 
 
 def test_an_engine_with_other_weights_than_the_trainer_is_caught(bench: Bench, monkeypatch):
-    """By the log-probs of a probe alone, at the first sync."""
+    """The first sync catches stale weights by nothing but the log-probs of a probe."""
     assert probe_distance(bench.engine, bench.policy) < 1e-5
     if not bench.engine.own_weights:
         pytest.skip("it samples from the trainer's own module")
@@ -448,7 +447,7 @@ def test_an_engine_with_other_weights_than_the_trainer_is_caught(bench: Bench, m
 
 
 def test_a_weight_that_is_never_handed_over_is_caught_at_once(bench: Bench, monkeypatch):
-    """At a learning rate of 1e-6: log-probs cannot show that."""
+    """The sync compares names: after a step at lr=1e-6, log-probs cannot show that a weight is missing."""
     policy, module = bench.policy, bench.engine.module
     engine = bench.engine if bench.engine.own_weights else CopyOf(bench.engine, copy.deepcopy(module))
     sync = WeightSync(engine, policy)
@@ -472,7 +471,7 @@ def test_a_sync_that_brings_nothing_or_what_has_no_place_is_refused(bench: Bench
 
 
 def test_an_engine_leaves_the_process_as_it_is(bench: Bench):
-    """The engine of this module has started already, and all that vLLM sets then is put back."""
+    """Threads, variables, garbage collector, precision and hooks are those from before the engine's start."""
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1

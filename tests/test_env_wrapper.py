@@ -62,14 +62,14 @@ class Lock(gym.Env):
 
 
 class Said(Lock):
-    """Says itself whether it was a success: yes, whatever happens."""
+    """A lock that says of itself that it was a success, whatever happens."""
 
     def step(self, action):
         return *super().step(action)[:4], {"success": True}
 
 
 class Unseeded(Lock):
-    """Draws from numpy's global generator."""
+    """A lock that draws from numpy's global generator."""
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -77,7 +77,7 @@ class Unseeded(Lock):
 
 
 class Growing(Lock):
-    """Carries something from one episode into the next."""
+    """A lock that carries something from one episode into the next."""
 
     episodes = 0
 
@@ -87,7 +87,7 @@ class Growing(Lock):
 
 
 class Moody(Lock):
-    """Pays by the number of episodes, which nothing shows."""
+    """A lock whose rewards are its number of episodes, which no observation shows."""
 
     episodes = 0
 
@@ -313,7 +313,7 @@ def test_a_move_is_rewarded_exactly_if_it_shortens_the_way():
 
 
 def play(env: TextEnv, seed: int) -> list[float]:
-    """Rewards of an episode of optimal answers."""
+    """Plays an episode of optimal answers; returns its rewards."""
     env.reset(seed)
     state, rewards, terminated, truncated = env.start_state(seed), [], False, False
     while not (terminated or truncated):
@@ -642,7 +642,7 @@ def test_what_does_not_repeat_itself_may_play_episodes():
 
 
 class Strange(Lock):
-    """Does at its second step what a test says."""
+    """A lock that misbehaves in its second step, as `does` says."""
 
     does = None
     closed: ClassVar[list["Strange"]] = []
@@ -717,7 +717,7 @@ def test_a_trial_that_hangs_ends_by_the_timeout(monkeypatch):
 
 
 class Late(Lock):
-    """Says success at its end alone, if it was one."""
+    """A lock that reports a success with its last step, and never says that there was none."""
 
     def step(self, action):
         moved = super().step(action)

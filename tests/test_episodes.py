@@ -34,7 +34,7 @@ def both(seed: int, **columns: list) -> tuple[DataProto, DataProto]:
 
 
 def by_token(batch: DataProto, column: torch.Tensor) -> torch.Tensor:
-    """[tokens of the policy], in the order in which they were said."""
+    """Returns a column's numbers at the policy's tokens, in the order in which they were said."""
     return column[batch.batch["response_mask"].bool()]
 
 
@@ -115,7 +115,7 @@ def test_the_kl_controller_sees_the_mean_over_episodes():
 
 @pytest.mark.parametrize("history", HISTORIES)
 def test_a_greedy_episodes_return_is_the_baseline_of_every_row_of_its_prompt(history):
-    """…or, if it failed, the mean return of the prompt's episodes that did not, which may be a single one."""
+    """A failed greedy episode counts as the mean return of the episodes of its prompt that did not, even of one."""
     batch = episode_batch([[[Turn(1), Turn(1)]] * 2, [[Turn(2, 0, 0.5), Turn(1, 0, 1.0)], []]], history)
     greedy = episode_batch([[[Turn(1, 1, 0.5), Turn(1, 0, 0.25)]], [[]]], history)
     expected = [0.75 if uid == "group-0" else 1.5 for uid in batch.uid]
@@ -142,7 +142,7 @@ def test_metrics_count_episodes_but_for_lengths(seed):
 
 @pytest.mark.parametrize("history", HISTORIES)
 def test_episode_metrics_by_hand(history):
-    """Four episodes in two environments; one failed, and of one nobody says whether it was a success."""
+    """One of four episodes in two environments failed, and of another nobody says whether it was a success."""
     groups = [[[Turn(2, 3, 0.5), Turn(1, 0, 1.0)], []], [[Turn(1, 2), Turn(2, 1), Turn(3)], [Turn(4, 0, -1.0)]]]
     columns = {"data_source": ["lake", "lake", "maze", "maze"], "success": [True, False, False, None]}
     counts = {"invalid_actions": [0, 9, 2, 1], "tool_call_counts": [1, 9, 2, 3]}
@@ -161,7 +161,7 @@ def test_episode_metrics_by_hand(history):
 
 @pytest.mark.parametrize("history", HISTORIES)
 def test_what_the_reward_says_and_samplers_hear_is_of_episodes(history):
-    """Episodes of three, one and no turns."""
+    """Episodes of three, one and no turns count once each."""
     groups = [[[Turn(1, 1, 1.0), Turn(2, 0, -0.5), Turn(1, 0, 2.0)], [Turn(2, 0, 1.0)], []]]
     batch = episode_batch(groups, history, acc=[0.0, 1.0, 7.0], dataset_position=[4, 5, 6])
     batch.meta_info["reward_extra_keys"] = ["acc"]

@@ -207,7 +207,7 @@ def test_two_nearly_equal_scores_differ():
 
 @pytest.mark.parametrize("name", sorted(NEEDS_GROUPS))
 def test_a_sample_whose_whole_group_else_failed_teaches_nothing(name):
-    """A constant reward of 10 must have no gradient; alone from the start, a sample keeps its raw score."""
+    """A constant reward of 10 gives the survivor of a group no gradient; a group of one keeps its raw score."""
     batch = replace(equal_scores(10.0, [3, 3, 2, 2]), index=np.array(list("aabc"), dtype=object))
     before = batch.estimate(name)[0]
     batch.mask[1] = 0
@@ -221,7 +221,7 @@ def test_a_sample_whose_whole_group_else_failed_teaches_nothing(name):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_group_statistics_equal_loops(seed):
-    """Numbers of a failed row, and those that weigh nothing, are NaN."""
+    """Group statistics leave out failed rows and numbers that weigh nothing: both are NaN here."""
     batch = Batch.draw(seed)
     valid, groups = batch.mask.bool().any(-1), Groups(batch.index, batch.mask)
     columns = torch.where(valid[:, None], torch.randn(len(valid), 3).double(), NAN)
@@ -266,7 +266,7 @@ def test_failed_rows_observations_and_what_lies_under_the_mask_are_nothing(name,
 
 @pytest.mark.parametrize("name", sorted(OUTCOME))
 def test_an_outcome_estimator_scores_a_row_by_its_rewards_wherever_they_lie(name):
-    """A reward is no token: an environment may give it for, and so on, an observation."""
+    """A reward counts where an environment gives it for an observation, and so on no token of the policy's."""
     batch = Batch.draw(7)
     rewards = batch.tokens["token_level_rewards"]
     moved = torch.zeros_like(rewards).scatter(
@@ -333,7 +333,7 @@ def equal_scores(score, lengths):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_estimator_needs_groups_if_alone_a_sample_is_compared_with_nothing(name):
-    """Alone in its group, the others' scores are nothing to it: unless it whitens, or brings a baseline of its own."""
+    """Others' scores move a lone sample, unless its estimator needs groups, has its own baseline or reads no reward."""
     batch = Batch.draw(4)
     batch = replace(batch, index=np.arange(len(batch.mask)))
     first = batch.mask.any(-1).nonzero()[0]

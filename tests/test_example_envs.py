@@ -60,7 +60,7 @@ def test_doors_keys_and_what_is_carried_are_told():
 
 
 def play_tictactoe(env, seed: int) -> tuple[float, dict]:
-    """The first free cell, always."""
+    """Plays an episode of tic-tac-toe by taking the first free cell, always."""
     shown, reward, info = env.reset(seed), 0.0, {"end_reason": None}
     while info["end_reason"] is None:
         cells = shown.rpartition("\n\n")[2]

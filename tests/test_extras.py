@@ -64,12 +64,12 @@ def pass_tests(folder: Path, *arguments: str) -> None:
 
 
 def kinds_of(extra: str) -> list[str]:
-    """The hooks by which the core reaches an extra."""
+    """Lists the hooks by which the core reaches an extra."""
     return [kind for kind, names in TABLE.items() if any(f"extras.{extra}." in path for path in names.values())]
 
 
 def today() -> list[str]:
-    """The extras that are deleted today."""
+    """Lists the extras that are deleted today."""
     first = date.today().toordinal() * A_DAY
     return [EXTRAS[(first + number) % len(EXTRAS)] for number in range(min(A_DAY, len(EXTRAS)))]
 
@@ -127,7 +127,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_core_alone_trains_as_ever(bare: Path):
-    """…by the numbers that were recorded with all extras there and kernels=off."""
+    """The core alone gives the numbers that were recorded with all extras there and kernels=off."""
     pass_tests(bare, GOLDEN, "-k", "off and not pf_ppo and (sums or frozenlake or episodes or ppo)")
 
 

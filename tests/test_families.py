@@ -132,7 +132,7 @@ def tokenizer(tiny_model) -> PreTrainedTokenizerBase:
 
 
 def eager_model(name: str) -> PreTrainedModel:
-    """Random, with weights large enough to attend by: matrices as large as their inputs, whatever the layer."""
+    """Makes a random model with weights large enough to attend by: matrices as large as their inputs, in any layer."""
     family = FAMILIES[name]
     config = AutoConfig.for_model(family.model_type, **{**SHAPE, **family.settings})
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def eager_model(name: str) -> PreTrainedModel:
 
 
 def as_loaded(eager: PreTrainedModel, adapter: NoAdapter | None = None) -> PreTrainedModel:
-    """The same weights behind the attention that transformers chooses for the model."""
+    """Copies the weights into a model with the attention that transformers chooses for it."""
     config = copy.deepcopy(eager.config)
     config._attn_implementation = None
     model = AutoModelForCausalLM.from_config(config)
@@ -154,8 +154,8 @@ def as_loaded(eager: PreTrainedModel, adapter: NoAdapter | None = None) -> PreTr
 
 
 def log_probs(eager: PreTrainedModel, batch: DataProto) -> list[Tensor]:
-    """Of each row's response, the row alone and without padding; 0 of what is not the policy's. Where a rope is to be
-    that of the longest row, tokens follow that nothing sees."""
+    """Computes the log-probs of each row's response, the row alone and unpadded; 0 of what is not the policy's. Where a
+    rope is to be that of the longest row, tokens follow that nothing sees."""
     found, changes = [], rope_changes(eager.config)
     for row in range(len(batch)):
         ids, prompt = unpadded(batch, row)
@@ -172,7 +172,7 @@ def distance(found: Tensor, wanted: list[Tensor]) -> float:
 
 
 def generated(rollout: HFRollout, batch: DataProto) -> DataProto:
-    """A response to each prompt of `batch`, twice; some end early."""
+    """Generates two responses to each prompt of `batch`, some of which end early."""
     sampling = [SamplingParams(True, 1.0, -1, 1.0, 1 + row % RESPONSE_WIDTH) for row in range(2 * len(batch))]
     prompts = []
     for row in range(len(batch)):

@@ -27,7 +27,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token a word, or a sign."""
+    """Makes a tokenizer with one token for each word and each sign."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "1": 1, "+": 2, "=": 3}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+|[+=]"), behavior="isolated")
     made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>")
@@ -128,7 +128,7 @@ UNREADABLE = {
 
 
 def load(path: Path, tokenizer, **settings) -> RLHFDataset:
-    """The dataset; all of its rows make a batch."""
+    """Loads a dataset, and checks that all of its rows make a batch."""
     rows = RLHFDataset(path, tokenizer, config=DataConfig(max_prompt_length=8, **settings))
     batch = collate_fn([rows[position] for position in range(len(rows))])
     assert all(len(ids) > 0 for ids in batch["raw_prompt_ids"])

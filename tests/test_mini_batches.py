@@ -90,7 +90,7 @@ def test_an_update_sees_the_loss_mask_as_its_response_mask_and_the_batch_keeps_b
 
 
 def test_a_drawn_row_brings_all_its_columns_to_the_place_it_was_drawn_for():
-    """Mini-batches are as many and as large as without a draw: the places keep their prompts."""
+    """A draw leaves mini-batches as many and as large as they were: the places keep their prompts."""
     batch = make_batch(["a", "a", "b", "b"])
     batch.batch["loss_mask"] = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [0, 1, 0]])
     batch.batch["drawn_row"] = torch.tensor([3, 3, 0, 2])

@@ -105,7 +105,7 @@ def test_the_last_token_of_the_policy():
 
 
 def test_a_prompt_is_repeated_where_tokens_and_lengths_are_those_of_the_row_before():
-    """…whatever the pad id: 0 is a token of the third prompt."""
+    """A repeated prompt is found whatever the pad id: 0 is a token of the third prompt."""
     prompts = [[1], [1], [0, 1], [0, 1], [1], [1, 1]]
     batch = collate([Sample(ids) for ids in prompts], 3, 1, pad_token_id=0)
     assert repeats_prompt(batch).tolist() == [False, True, False, True, False, False]

@@ -35,7 +35,7 @@ NO_CHOICE = {"clip_cov": {"clip_cov_lb": 1e9, "clip_cov_ub": 2e9}, "kl_cov": {"p
 
 
 def those_of(section, settings):
-    """A section by its own of these settings: not those of an extra that was removed."""
+    """Makes a section from those `settings` that it has: an extra that was removed took its own away."""
     return section(**{item.name: settings[item.name] for item in fields(section) if item.name in settings})
 
 
@@ -196,7 +196,7 @@ def test_a_loss_equals_its_twin_in_loops(name, seed):
 
 
 def config_of(name):
-    """Everything that clips, clips; what chooses tokens by comparing them chooses none."""
+    """Returns a config in which all that clips, clips, and losses that choose tokens by comparing choose none."""
     return replace(TIGHT, policy_loss=replace(TIGHT.policy_loss, **NO_CHOICE.get(name, {})))
 
 
@@ -360,7 +360,7 @@ def policy(tiny_model):
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, mode):
-    """Losses that choose tokens by comparing them included: the actor shows them the whole mini-batch."""
+    """Losses that choose tokens by comparing them agree as well: the actor shows them the whole mini-batch."""
     config = replace(TIGHT, policy_loss=replace(TIGHT.policy_loss, loss_mode=name.split()[0]), loss_agg_mode=mode)
     gradients = []
     for cut in ("all rows", "24 tokens"):

@@ -443,7 +443,7 @@ def test_a_slice_carries_its_own_rows_only():
 
 
 def test_tensors_from_read_only_shared_memory_are_writable_copies():
-    """As Ray delivers them: out-of-band buffers that belong to other processes too."""
+    """Writing to a batch from buffers of other processes, as Ray delivers it, leaves the buffers as they were."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(make(3), protocol=5, buffer_callback=buffers.append)
     shared = [bytes(buffer.raw()) for buffer in buffers]

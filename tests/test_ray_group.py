@@ -111,7 +111,7 @@ def fails(old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, co
 
 
 def full_run(tiny_model: Path, folder: Path, *more: str) -> Config:
-    """5 steps with every role: actor, rollout, reference and critic; 2 updates a step."""
+    """Composes 5 steps with every role (actor, rollout, reference and critic) and 2 updates a step."""
     return compose(
         *short_run(tiny_model, folder),
         "trainer.total_training_steps=5",
@@ -129,8 +129,8 @@ def full_run(tiny_model: Path, folder: Path, *more: str) -> Config:
 @pytest.mark.slow
 @pytest.mark.usefixtures("restored_registries")
 def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Bit by bit, weights too, with an engine, a dataset, an estimator and a loss of the user's; the Ray that `run`
-    started ends with it."""
+    """Metrics and weights agree bit by bit with an engine, a dataset, an estimator and a loss of the user's; the Ray
+    that `run` started ends with it."""
     forks = {"runtime_env": {"py_executable": python_command()}}
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(forks))  # its workers have their imports done
     for name, text in {"rollout": MY_ROLLOUT, "dataset": MY_DATASET, "algorithm": MY_ALGORITHM}.items():
@@ -164,7 +164,7 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each has a Ray of its own, two workers, a store and gloo, and learns what it learns alone."""
+    """Each run has a Ray, two workers, a store and gloo of its own, and learns what it learns alone."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"py_executable": python_command()}}))
 
     def settings(name: str, seed: int) -> list[str]:
@@ -181,9 +181,9 @@ def test_two_runs_at_once_do_not_meet(tiny_model: Path, tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, reward_model: Path, tmp_path: Path):
-    """All metrics to rounding, with three mini-batches a step, the last of them smaller, and a reward model beside the
-    environment. Both hold the same weights to the last bit, and one worker goes on from the checkpoint that they write
-    while they train."""
+    """All metrics agree to rounding, with three mini-batches a step, the last of them smaller, and a reward model
+    beside the environment. Both workers hold the same weights to the last bit, and one goes on from the checkpoint that
+    both write while they train."""
     options = ["data.train_batch_size=5", "trainer.save_freq=3", "actor_rollout_ref.actor.optim.lr=1e-3"]
     options += ["reward_model.enable=true", f"reward_model.model.path={reward_model}"]
     options += ["reward.reward_model.function_weight=1"]
@@ -260,7 +260,7 @@ def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(cluster
 
 @pytest.mark.slow
 def test_a_worker_that_gets_no_further_ends_the_run_and_one_that_is_slow_does_not(cluster: None, monkeypatch):
-    """The first is alive, and its stack names the line; the second is stopped, while the other has answered."""
+    """A sleeping worker's stack names the line; a stopped one is named as such, while the other has answered."""
     monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
     made = RayWorkerGroup(Resources(2, threads=1, gpus=0), EchoWorker, stall_timeout=6.0)
     try:
@@ -348,7 +348,7 @@ def test_the_store_of_one_machine_is_not_heard_of_elsewhere():
     ],
 )
 def test_only_the_cluster_that_is_named_is_joined(variable, written, message, tmp_path: Path, monkeypatch):
-    """…and no other that runs on this machine."""
+    """A run joins the Ray cluster that is named, and no other that runs on this machine."""
     (tmp_path / "ray").mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -394,7 +394,7 @@ def test_a_ray_worker_is_closed_and_what_that_raises_is_a_warning(cluster: None,
 
 
 def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny_model: Path, tmp_path: Path):
-    """…and gives its CPUs back: each run asks for both of the cluster's two."""
+    """A failed group gives its CPUs back: each one here asks for both of the cluster's two."""
     file = tmp_path / "my_loss.py"
     file.write_text(MY_LOSS)
     options = ["trainer.executor=ray", "trainer.n_threads=2", f"actor_rollout_ref.model.external_lib={file}"]
@@ -465,7 +465,7 @@ def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_neighbours_in_rank_are_on_one_machine():
-    """On two machines of four cores, either of which would hold all: two workers on each."""
+    """Two machines of four cores, either of which would hold all four workers, get two each, in order."""
     machines = Cluster(head_node_args={"num_cpus": 4}, initialize_head=True)
     machines.add_node(num_cpus=4)
     ray.init(address=machines.address)
@@ -482,7 +482,7 @@ def test_neighbours_in_rank_are_on_one_machine():
 
 
 def test_a_worker_sees_its_own_gpu_alone_where_ray_is_told_to_show_all(monkeypatch: pytest.MonkeyPatch):
-    """As verl's users have it set; a worker computes on the first GPU that it sees."""
+    """Users of verl have Ray show all GPUs; a worker computes on the first one that it sees."""
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     for name, value in worker_environment(1).items():
@@ -546,13 +546,13 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
 
 
 def test_the_driver_of_a_ray_run_leaves_cuda_alone(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path):
-    """All that main.py does before its workers start: a context would take some of the first worker's GPU."""
+    """No part of main.py makes a context before its workers start: that would take some of the first worker's GPU."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("CUDA is initialised in the driver")
 
     class Started(Exception):
-        """In the place of the workers."""
+        """Ends the run where its workers would start."""
 
     def start(*_: Any, **__: Any) -> None:
         raise Started
@@ -602,7 +602,7 @@ def test_a_file_without_exactly_one_rollout_is_refused(tmp_path: Path, text: str
 
 
 def test_the_worker_leaves_the_callers_random_numbers_alone(tiny_model: Path, tmp_path: Path):
-    """A user's dataset or reward that draws them gets the same ones in this process and behind Ray."""
+    """A user's dataset or reward draws the same random numbers in this process and behind Ray."""
     torch.manual_seed(0)
     expected_draw = torch.rand(3)
     torch.manual_seed(0)

@@ -219,7 +219,7 @@ def test_a_stage_of_the_table_runs_at_its_place_where_it_is_wanted(tmp_path, mon
 
 
 def test_the_actor_learns_from_step_critic_warmup_on_and_its_schedule_lies_within_those_steps(tmp_path, tiny_model):
-    """The critic's have all steps."""
+    """The critic's schedule has all steps, the actor's those after the warmup."""
     optim = "{lr: 1.0e-3, lr_scheduler_type: cosine, lr_warmup_steps: 1, min_lr_ratio: 0.1}"
     overrides = [
         "algorithm.adv_estimator=gae",
@@ -252,7 +252,7 @@ def test_the_first_refused_updates_are_told_and_kept_for_study_and_several_in_a_
 
 
 def test_what_is_learnt_from_is_what_the_policy_said(tmp_path):
-    """…and not what an environment told it in between."""
+    """Nothing is learnt from tokens that an environment said between the policy's."""
     trainer, _ = make_trainer(tmp_path)
     batch = episode_batch(random_groups(0), "transcript", 0)
     batch.pop(["rollout_log_probs"])  # or a correction hands out a mask of its own

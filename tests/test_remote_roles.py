@@ -46,7 +46,7 @@ class Workers:
     def generate_sequences(
         self, share: DataProto, sampling: SamplingParams, seed: int, first_row: int, episodes: bool
     ) -> DataProto:
-        """The numbers of its rows in the whole; of episodes the columns that those in its share have."""
+        """Returns the numbers of the share's rows in the whole; of episodes, also a column for each of its kinds."""
         rows = torch.arange(first_row, first_row + len(share))
         kinds = {str(agent): rows.tolist() for agent in share.get(AGENT_COLUMN, []) if episodes}
         return DataProto.from_single_dict({"row": rows, "place": rows.tolist(), **kinds})
@@ -100,7 +100,7 @@ def test_answers_of_all_workers_are_those_of_one(groups, workers: int):
     st.lists(st.sampled_from([SINGLE_TURN, TOOL_AGENT]), min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 3)
 )
 def test_prompts_reach_the_first_worker_of_each_engine_and_come_back_in_order(agents, engines: int, parts: int):
-    """As many as there are, or fewer than engines; one kind of episode on one worker, another on the next."""
+    """Prompts may be fewer than engines, and a worker may get other kinds of episodes than the next."""
     group, prompts = Workers(engines * parts), DataProto.from_single_dict({AGENT_COLUMN: agents})
     found = RolloutRole(group, ROLES["rollout"], workers_per_engine=parts).generate_sequences(prompts, GREEDY, 0)
     assert found.batch["row"].tolist() == found.place.tolist() == [*range(len(agents))]
@@ -114,6 +114,6 @@ def test_prompts_reach_the_first_worker_of_each_engine_and_come_back_in_order(ag
 
 
 def test_an_engine_that_is_not_split_has_a_worker_for_itself():
-    """…whatever a command of verl's says, whose default is 2."""
+    """The engine hf has one worker even where a command of verl's asks for 2, verl's default."""
     asked = {"tensor_model_parallel_size": 2, "prompt_length": 1, "response_length": 1}
     assert [one.workers_per_engine(RolloutConfig(**asked)) for one in (HFRollout, vLLMRollout)] == [1, 2]

@@ -56,7 +56,7 @@ def save_two_layers(folder: Path) -> Path:
 
 
 def own_share(batch: DataProto) -> DataProto:
-    """This rank's rows, as a run deals them out."""
+    """Returns this rank's rows of `batch`, as a run deals them out."""
     return shares_of(batch, group_size() // Peers.size, [*batch.non_tensor_batch])[data_rank()]
 
 

@@ -113,7 +113,7 @@ def test_the_runs_below_learn_something_that_could_differ(unbroken, algorithm):
     ids=["in a step", "saved"],
 )
 def test_a_run_stopped_in_every_step_is_the_unbroken_run(settings, unbroken, tmp_path, algorithm, moment):
-    """Stopped in step k with its weights updated but not saved; or saved, but not in the record yet."""
+    """Runs are stopped in step k with weights updated but not saved; or saved, but not in the record yet."""
     for step in range(1, 6):
         run_until(step, settings(tmp_path, algorithm), moment)
     main.run(compose(*settings(tmp_path, algorithm)))
@@ -205,7 +205,7 @@ def test_what_the_config_says_now_wins_over_the_checkpoint(settings, unbroken, t
 
 
 def test_a_folder_without_a_config_is_refused(settings, unbroken, tmp_path):
-    """As one of verl's, which is merged first."""
+    """A checkpoint of verl's has no config: the error says to merge it first."""
     shutil.copytree(unbroken("grpo") / "global_step_3", step := tmp_path / "global_step_3")
     (step / "config.yaml").unlink()
     resume = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}"
@@ -286,7 +286,7 @@ def test_the_result_answers_like_the_trainer(settings, unbroken, monkeypatch, tm
 
 
 def test_the_generators_of_the_trainer_win_where_it_shares_a_process_with_its_worker(settings, unbroken, tmp_path):
-    """As when a run that began behind Ray, with a worker apart, goes on in one process."""
+    """A run that began behind Ray, with a worker apart, may go on in one process: the worker's generators differ."""
     shutil.copytree(unbroken(), tmp_path, dirs_exist_ok=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     random.seed(1), np.random.seed(1), torch.manual_seed(1)

@@ -222,7 +222,7 @@ def test_async_rewards_run_side_by_side_no_more_than_so_many_at_once_even_inside
 
 
 def test_an_async_reward_that_takes_too_long_ends_the_run_and_names_row_and_key():
-    """…counted from its own start: the rows before it may take as long as they like in all."""
+    """A call's time counts from its own start: the rows before it may take as long as they like in all."""
     cancelled = []
 
     async def compute_score(solution_str):
@@ -265,7 +265,7 @@ def test_the_first_failure_ends_all_calls_begun_and_waiting():
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_an_interrupt_ends_an_async_reward_at_once(blocks):
-    """Says whether its calls await, and are cancelled, or block, and are left behind."""
+    """Calls that await are cancelled; those that block are left behind."""
     cancelled, ended, release = [], [], threading.Event()
 
     async def compute_score(solution_str):

@@ -88,7 +88,7 @@ def test_lines_of_objects_are_read_from_json_too_and_line_separators_inside_text
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl"])
 def test_values_keep_their_type_beside_missing_ones(tmp_path, ending):
-    """A frame would turn level into 3.0, and digits in a text into a number."""
+    """A data frame would turn level 3 into 3.0, and digits in a text into a number."""
     path = write(tmp_path / f"rows{ending}", [{"prompt": "a", "answer": "007"}, {"prompt": "b", "answer": "8"}])
     other = write(tmp_path / f"more{ending}", [{"prompt": "c", "level": 3}])
     assert [row for _, row in read_rows([path, other])] == [
@@ -389,7 +389,7 @@ class Growing(Dataset):
 
 
 class GrowingStates(Growing, States):
-    """The same, completed by the dataset itself, as make_row is offered to do."""
+    """Rows of growing length, each completed by the dataset itself, as make_row is offered to do."""
 
     def __getitem__(self, i):
         return self.make_row(super().__getitem__(i), i)
@@ -495,7 +495,7 @@ def test_the_frame_of_rows_does_as_verls_data_sets_do_and_may_be_exchanged(tmp_p
 
 
 def test_prompts_both_trained_on_and_validated_on_are_counted_and_the_first_is_shown(tiny_model, tmp_path, caplog):
-    """As the model reads them: a string is not the chat message that says the same."""
+    """Prompts are compared as the model reads them: a string is not the chat message that says the same."""
 
     def said(**files: list) -> list[str]:
         written = [

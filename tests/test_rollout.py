@@ -117,14 +117,14 @@ PLACES = (0, 0, 1, 2, 2, 2, 3, 4, 1, 2, 0, 0, 4, 3, 2)
 
 @cache
 def naive_rollouts(family: str, params: SamplingParams) -> list[Completion]:
-    """Of the prompts at `PLACES`, each with the uniform numbers of its row; the same for every forward."""
+    """Completes the prompts at `PLACES`, each by its row's uniform numbers; every forward is held against the same."""
     model = random_model(family, OFF).eval()
     uniforms = [np.random.default_rng(derive_seed(5, row)).random(R) for row in range(len(PLACES))]
     return [naive_rollout(model, PROMPTS[PLACES[row]], numbers, params) for row, numbers in enumerate(uniforms)]
 
 
 def stopped(done: Completion, stops: set[int]) -> Completion:
-    """As far as the first of the `stops`."""
+    """Cuts a completion behind the first of the `stops` in it."""
     size = next((size for size, token in enumerate(done.token_ids, start=1) if token in stops), None)
     if size is None:
         return done
@@ -134,7 +134,7 @@ def stopped(done: Completion, stops: set[int]) -> Completion:
 @pytest.mark.parametrize("forward", [OFF])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(tokenizer, family, forward, monkeypatch):
-    """Ragged and equal prompts, ends at several steps, three places for 15 rows, and all at once; fresh memory is NaN,
+    """Prompts are ragged and equal, end at several steps, and share three places or have one each; fresh memory is NaN,
     which no mask keeps out of a sum."""
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape, torch.nan))
     model = random_model(family, forward).eval()
@@ -182,7 +182,7 @@ def assert_same(found: list[Completion], wanted: dict[int, Completion]) -> None:
 @pytest.mark.parametrize("forward", [OFF])
 @pytest.mark.parametrize("family", ["Llama, 2 query heads a key head", "Mistral, a window shorter than the sequences"])
 def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joined(tokenizer, family, forward):
-    """With places for all and for few; all at once, and some more every few steps, while others run."""
+    """Rows get places for all or for few; they come all at once, or some every few steps, while others run."""
     model, rows = random_model(family, forward), mixed_requests(17)
     alone = {row.id: make_rollout(model, tokenizer, (7, 40, 80)).generate([row])[0] for row in rows}
     assert {done.finish_reason for done in alone.values()} == {"stop", "length"}
@@ -202,7 +202,7 @@ def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joine
 
 @pytest.mark.parametrize("forward", [OFF])
 def test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer: PreTrainedTokenizerBase, forward: str):
-    """31 prompts of 4 tokens and one of 60: the short ones are not padded to the long one, nor all taken at once."""
+    """Prompts of 4 tokens, 31 of them, are neither padded to one of 60 tokens nor taken all at once."""
     model, passes = random_model("Llama, untied", forward), []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: passes.append([*kwargs["input_ids"].shape]), with_kwargs=True
@@ -217,7 +217,7 @@ def test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer: PreTrai
 
 
 def test_generation_leaves_no_trace_on_the_model(tokenizer, monkeypatch: pytest.MonkeyPatch, forward: str = OFF):
-    """Once nothing is left to do, also by an abort, or when it fails: its attention, weights and mode are as before."""
+    """A model has its attention, weights and mode back once nothing is left to do, also by an abort or a failure."""
     model = random_model("Llama, untied", forward).train()
     rollout, attention = make_rollout(model, tokenizer), model.config._attn_implementation
 
@@ -266,7 +266,7 @@ def fail_at_call(number: int) -> Callable:
 
 
 def test_what_nothing_is_kept_of_is_forwarded_whole_for_every_token(tokenizer: PreTrainedTokenizerBase):
-    """Slow, and the same, whoever joins and leaves."""
+    """An engine without a cache is slow, and answers the same, whoever joins and leaves."""
     model = random_model("Llama, untied", OFF)
     rollout, rows = make_rollout(model, tokenizer, stops=(7, 40, 80), max_num_seqs=4), mixed_requests(12)
     wanted = {done.id: done for done in rollout.generate(rows)}

@@ -65,7 +65,7 @@ def test_the_columns_of_a_rollout_by_hand(tokenizer: PreTrainedTokenizerBase):
 
 
 def test_seeds_of_rows_depend_on_their_place_in_the_whole(tokenizer: PreTrainedTokenizerBase):
-    """So that the draws of a batch are the same over any number of workers."""
+    """Equal seeds make the draws of a batch the same over any number of workers."""
     asked: list[Request] = []
 
     class Recording(Generating):
@@ -84,7 +84,7 @@ def test_seeds_of_rows_depend_on_their_place_in_the_whole(tokenizer: PreTrainedT
 
 
 def test_an_engine_that_draws_from_the_global_generators_draws_otherwise_on_each_worker(tokenizer):
-    """…and the same again in an equal call: two workers have two samples each of one prompt."""
+    """Two workers answer one prompt with four different samples, and with the same four in an equal call."""
 
     class Drawing(Generating):
         def generate(self, requests: list[Request]) -> list[Completion]:

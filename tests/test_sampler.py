@@ -222,7 +222,7 @@ class Told(AbstractSampler):
 
 
 def heard(loader, batch, reward):
-    """The step behind `batch` is over: sampler and dataset hear of it."""
+    """Tells the sampler and the dataset that the step behind `batch` is over."""
     places = batch["dataset_position"].astype(np.int64)
     if hears_metrics(loader.sampler):
         loader.sampler.update(places, {"reward": np.array([reward(place) for place in places])})

@@ -69,7 +69,7 @@ def test_a_model_whose_forward_fails_is_refused():
 
 
 def phi3(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> Phi3ForCausalLM:
-    """Its rope is another beyond 8 tokens, in rows that share a batch with such a one."""
+    """Makes a model whose rope is another for rows beyond 8 tokens, and for rows that share a batch with one."""
     torch.manual_seed(0)
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
     shape = {**SHAPE, "max_position_embeddings": 64, "original_max_position_embeddings": 8}
@@ -115,7 +115,7 @@ def test_what_sdpa_does_not_do_is_left_to_eager_attention(capsys):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_is_random_in_training(checkpointing: bool):
-    """A router's noise, and dropout that a model has by itself."""
+    """Training goes without a router's noise, and without dropout that a model has by itself."""
     torch.manual_seed(0)
     noise = {"num_local_experts": 4, "router_jitter_noise": 0.5, "attention_dropout": 0.0}
     model = MixtralForCausalLM(MixtralConfig(**SHAPE, **noise))

@@ -61,7 +61,7 @@ start = Log  # with start(folder) as track: …
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Every line must be whole JSON here, unlike for `read_metrics`."""
+    """Lists the recorded steps; every line must be whole JSON here, unlike for `read_metrics`."""
     return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
@@ -281,7 +281,7 @@ HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_path):
-    """…of a run that nobody closes."""
+    """The bar is taken down even if a run ends by an exception and nobody closes it."""
     program = f"""
 import sys
 from tests.test_tracking import STEP, start

@@ -209,7 +209,7 @@ HEARD = []
 @pytest.mark.parametrize("name", ["ByBatch", "ByRow"])
 @pytest.mark.parametrize("filters", [False, True])
 def test_a_sampler_hears_of_every_row_of_a_step(desk: Desk, name, filters):
-    """With dynamic sampling, of those as well that are not learnt from: here every group ties."""
+    """A sampler hears also of rows that are not learnt from: with dynamic sampling, every group ties here."""
     file = desk.write("my_sampler.py", SAMPLERS)
     desk.write("my_reward.py", "def compute_score(solution_str):\n    return {'score': 1.0, 'right': 0}\n")
     more = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"] if filters else []

@@ -181,7 +181,7 @@ def test_a_player_who_never_moves_runs_out_of_turns(tmp_path):
 
 
 class Unmeasured(CustomEnvDataset):
-    """One whose sample of sizes happened to fit."""
+    """A dataset that lets all sizes pass, as if the prompts that were measured had happened to fit."""
 
     def check_sizes(self, states, what):
         pass

@@ -74,7 +74,7 @@ def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model: 
 
 @pytest.mark.parametrize(("device", "free_cache"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_it_sleeps_and_wakes_in_one_order(model, monkeypatch: pytest.MonkeyPatch, device: str, free_cache: bool):
-    """Weights, new weights, cache; twice is once. vLLM's own engine cannot sleep on a CPU."""
+    """Weights wake, new ones arrive, then the cache wakes; twice is once. vLLM's own engine cannot sleep on a CPU."""
     engine = Mock()
     monkeypatch.setattr(vllm_rollout_spmd, "start_engine", lambda config, model, place: engine)
     monkeypatch.setattr(vLLMRollout, "_alone", lambda self: nullcontext())
@@ -99,8 +99,8 @@ def test_it_sleeps_and_wakes_in_one_order(model, monkeypatch: pytest.MonkeyPatch
 
 
 def test_weights_come_again_before_a_generation_without_a_sync(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    """…as a second draw of a step, or a validation, has none. They are the policy's, of the version that was there, and
-    LoRA's matrices are added to them in float32."""
+    """A second draw of a step, or a validation, has no sync. Its weights are the policy's, of the version that was
+    there, and LoRA's matrices are added to them in float32."""
     module, casts = load_causal_lm(ModelConfig(path=str(tiny_model))), []
     policy = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.bfloat16)
     engine = MagicMock(own_weights=True, takes_adapter=False, lost_weights=True, weight_version=7)
@@ -127,7 +127,7 @@ def test_weights_come_again_before_a_generation_without_a_sync(tiny_model: Path,
 
 
 def test_a_config_has_one_folder_whatever_run_asks(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """vLLM finds by its name what it has compiled; two models of one architecture share it, another's is another's."""
+    """vLLM finds what it compiled by the folder's name, which models of equal configs share, and no others."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     moved = shutil.copytree(tiny_model, tmp_path / "moved")
     folders = [config_folder(load_causal_lm(ModelConfig(path=str(path)))) for path in (tiny_model, moved)]
@@ -157,7 +157,7 @@ def test_prompts_that_together_exceed_a_step_draw_as_they_do_alone(model):
 
 @needs_vllm
 def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
-    """By the certificate of every sync, whose checksums are those of bfloat16."""
+    """Every sync is certified in bfloat16, by log-probs and by checksums of the weights."""
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model)), torch.device("cpu"), torch.bfloat16)
     with torch.no_grad():
         for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
@@ -196,7 +196,7 @@ def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_hea
     kept = next(name for name in old if "1.mlp.down_proj.lora_B" in name)
 
     def withhold(new: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """One matrix at first, then nothing, then all of them."""
+        """Withholds one matrix in version 3, nothing in version 4, and all from version 5 on."""
         delivered = dict(new) | ({kept: old[kept]} if version == 3 else {})
         if version < 5:
             load_adapter(delivered.items(), version)
@@ -225,7 +225,7 @@ def test_an_argument_that_vllm_does_not_know_is_named(model):
 
 
 def vllm_run(model: Path, run: Path, *more: str) -> list[str]:
-    """Two updates a step, so that the trainer's log-probs of what was sampled are computed."""
+    """Returns overrides with two updates a step, so that the trainer's log-probs of what was sampled are computed."""
     two_updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
     return short_run(model, run, "actor_rollout_ref.rollout.name=vllm", two_updates, "trainer.test_freq=2", *more)
 
@@ -261,7 +261,7 @@ def test_two_runs_with_vllm_at_once_do_not_meet(wide_headed_model: Path, tmp_pat
 @needs_vllm
 @pytest.mark.slow
 def test_an_engine_for_each_of_two_workers_or_split_over_them_equals_one(tmp_path: Path, cluster: None):
-    """In whole episodes."""
+    """vLLM plays whole episodes on one worker, on each of two, and split over two, with equal metrics."""
     model = tmp_path / "model"
     save_tiny_model(model, hidden_size=256, layers=1)
 

@@ -212,7 +212,7 @@ def test_defaults_follow_the_size_and_what_cannot_work_is_refused(capsys: pytest
 
 
 def test_trls_arm_imports_nothing_of_ours_but_the_workload() -> None:
-    """Its environment has torch, transformers and TRL, and none of our other requirements."""
+    """TRL's environment has torch, transformers and TRL, and none of our other requirements."""
     absent = ("configs", "data", "training", "workers", "custom", "extras", "scripts", "main", "omegaconf", "hydra")
     program = (
         "import sys, types\n"
