@@ -1,4 +1,4 @@
-"""From the steps of both arms of benchmarks/vs_trl.py to ratios, percentages of the floor and a table."""
+"""Turns the steps of both arms of benchmarks/vs_trl.py into ratios, percentages of the floor and a table."""
 
 import random
 from statistics import median
