@@ -27,7 +27,6 @@ from tests.episodes import SAMPLED, TOKENIZER, Counting, counting, episodes_conf
 from training.advantage import Estimator
 from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
-from workers.agents import user_code
 from workers.agents.episode import Limits, SingleAnswer
 from workers.hf_rollout import HFRollout
 from workers.models import load_causal_lm
@@ -293,7 +292,9 @@ def test_calls_that_never_end_are_counted_said_and_bounded(
     trouble: dict[int, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ):
     trouble |= {102: "hangs", 105: "hangs"}
-    wait_for(lambda: not user_code.stuck)  # of tests before this one
+    stuck = set()  # without those of other tests, which may hang for ever
+    for module in ("workers.agent_loop", "workers.agents.user_code"):
+        monkeypatch.setattr(f"{module}.stuck", stuck)
     monkeypatch.setattr("workers.agent_loop.MOST_STUCK", 3)
     game, loop = held("env.timeout=0.5")
     batch = loop.generate_sequences(starts(game, [101, 102, 105]), SAMPLED, seed=1, first_row=0)
@@ -304,7 +305,7 @@ def test_calls_that_never_end_are_counted_said_and_bounded(
         loop.generate_sequences(starts(game, [102, 105]), SAMPLED, seed=1, first_row=0)
     open_ones = len(Held.opened)
     episodes.stop_hanging.set()
-    wait_for(lambda: not user_code.stuck)
+    wait_for(lambda: not stuck)
     assert len(Held.opened) == open_ones - 4, "each is closed when its call is over"
 
 
