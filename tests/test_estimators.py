@@ -1,4 +1,4 @@
-"""Every advantage estimator: what holds for all; of GAE and GRPO a twin in loops of policy tokens.
+"""Every advantage estimator: what holds for all; of GAE and GRPO verl's numbers, and a twin in loops of policy tokens.
 
 A twin gets the rows that did not fail, cut down to the tokens of the policy. So agreeing with it on ragged batches
 shows, too, that failed rows, observations and NaN under the mask do not matter.
@@ -200,7 +200,41 @@ def test_each_option_equals_its_twin(name, settings, twin, seed):
     close(batch.estimate(name, **settings)[0][batch.mask.bool()], flat(twin(list(batch.rows()))))
 
 
-def test_two_nearly_equal_scores_differ():
+# The anchors of the specification: 4 samples of 4 tokens, groups a, a, b, b.
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 1, 1], [1, 0, 0, 0]])
+ANCHOR = Batch(
+    MASK,
+    np.array(["a", "a", "b", "b"], dtype=object),
+    {
+        "token_level_rewards": torch.tensor([[0, 0, 1, 0], [0, 0.5, 0, 0], [0, 0, 0, 2], [1, 0, 0, 0]]),
+        "values": torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.4, 0.3, 0.2], [0, 0.1, 0.2, 0.3], [0.9, 0.8, 0.7, 0.6]]),
+        "old_log_probs": torch.tensor(
+            [[0.5, 0.25, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5], [0.25, 0.5, 0.5, 0.25], [0.5, 0.5, 0.5, 0.5]]
+        ).log(),
+        "sum_pi_squared": torch.full((4, 4), 0.4),
+    },
+    torch.tensor([0.5, 0.25, 1, 0]),
+    {},
+)
+GAE = [
+    [-0.289842, -0.155334, 0.054627, -1.111822],
+    [-1.225134, -0.945186, -1.111822, -1.111822],
+    [0.740632, 1.044442, 1.044442, 1.720982],
+    [-0.945186, -1.111822, -1.111822, -1.111822],
+]
+GAE_RETURNS = [[0.59328, 0.774, 1, 0.4], [0.432, 0.5, 0.3, 0.2], [1.11168, 1.394, 1.494, 2], [1, 0.8, 0.7, 0.6]]
+
+
+def test_verls_numbers():
+    close(ANCHOR.estimate("grpo")[0], torch.tensor([0.707105, -0.707105, 0.707106, -0.707106])[:, None] * MASK)
+    advantages, returns = ANCHOR.estimate("gae")
+    close(advantages, GAE)
+    close(returns, GAE_RETURNS)
+
+
+def test_the_sample_alone_in_its_group_and_two_nearly_equal_ones():
+    close(ANCHOR.take([0]).estimate("grpo")[0], [[0.999999] * 3 + [0]])
     rewards, mask = torch.tensor([[1.0], [1.0001]]), torch.ones(2, 1)
     close(ADV_ESTIMATOR_REGISTRY["grpo"](rewards, mask, ["a", "a"])[0], [[-0.698078], [0.696416]])
 

@@ -46,6 +46,7 @@ class Bandit:
         self.table = torch.zeros(len(PROMPTS), len(ARMS), requires_grad=True)
         self.calls: list[str] = []
         self.updates: list[DataProto] = []
+        self.told: list[Update] = []  # beside each of them
         self.skips: list[float] = []  # what the next updates say
 
     def log_probs(self, batch: DataProto) -> Tensor:
@@ -83,6 +84,7 @@ class Bandit:
     def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
         self.calls.append("update_actor")
         self.updates.append(mini_batch)
+        self.told.append(update)
         loss = -(self.log_probs(mini_batch) * mini_batch.advantages).sum() / update.counts["batch_num_tokens"]
         [gradient] = torch.autograd.grad(loss, self.table)
         self.table = (self.table - gradient).detach().requires_grad_()
