@@ -714,6 +714,7 @@ def test_a_trial_that_hangs_ends_by_the_timeout(monkeypatch):
     config = compose("env.id=Lock-v0", "env.timeout=0.1", "~env.kwargs", "env.val_episodes=0")
     with pytest.raises(ConfigError, match=r"move 1 took more than env\.timeout=0\.1 seconds: raise it, or leave"):
         build_environment(config)
+    goes_on.set()
 
 
 class Late(Lock):
