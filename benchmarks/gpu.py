@@ -182,7 +182,8 @@ def test_outcomes(names: list[str], deadline: float) -> dict[str, str]:
 
 def pytest_output(arguments: list[str], deadline: float) -> str:
     """Returns what pytest prints, up to the deadline, when it is killed."""
-    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+    options = ["--override-ini=addopts=", "-m", "gpu", "-p", "no:cacheprovider"]  # -q of pyproject.toml hides the names
+    pytest = [sys.executable, "-m", "pytest", *options, *arguments]
     log = FOLDER / "tests.log"
     with log.open("w") as file, suppress(subprocess.TimeoutExpired):
         left = max(deadline - time.monotonic(), 0)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -106,7 +107,7 @@ def test_behind(): assert not broken
 
 def test_a_test_that_ends_its_process_hides_no_other(tmp_path, monkeypatch, capsys):
     (tmp_path / "test_of_a_gpu.py").write_text(TESTS_OF_A_GPU)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: on one\n")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # its options of pytest once hid every test from the count
     for name, value in (("ROOT", tmp_path), ("FOLDER", tmp_path), ("TESTS", "test_of_a_gpu.py")):
         monkeypatch.setattr(gpu, name, value)
     found = gpu.run_tests(60)
@@ -114,3 +115,9 @@ def test_a_test_that_ends_its_process_hides_no_other(tmp_path, monkeypatch, caps
     assert found["failed"] == failed
     assert found["run"] == 3 and "test_fails" in capsys.readouterr().out
     assert gpu.run_tests(0)["failed"] == ["test_of_a_gpu.py holds no test, or time was over"]
+
+
+def test_the_tests_of_a_gpu_are_found_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
+    listed = gpu.pytest_output(["--collect-only", "--quiet", gpu.TESTS], time.monotonic() + 300)
+    assert sum(line.startswith(f"{gpu.TESTS}::") for line in listed.splitlines()) >= 10, listed

@@ -254,7 +254,7 @@ def takes_flex(query: Tensor, value: Tensor) -> bool:
 def compiled_flex() -> Callable[..., Tensor]:
     """Compiles FlexAttention, for rows of any length. Beyond the limit it raises: as it is, uncompiled, it would hold
     the scores of all pairs of tokens."""
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=MOST_GRAPHS)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
@@ -267,7 +267,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: fl
     missing = mask.shape[-1] - query.shape[2]
     tensors = [laid_out(tensor, missing) for tensor in (query, key, value)]
     try:
-        with torch._dynamo.config.patch(specialize_float=True):  # else the scale would be a tensor on the host
+        # Without specialize_float the scale would be a tensor on the host.
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=MOST_GRAPHS):
             output = compiled_flex()(*tensors, **options)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise RuntimeError(

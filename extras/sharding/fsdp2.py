@@ -216,7 +216,8 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
     for part in sharded_parts(model):
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
-        part.set_reduce_scatter_unused_params(True, recurse=False)  # a rank's rows may reach no weight of an expert
+        if "set_reduce_scatter_unused_params" in dir(part):  # not in torch 2.11
+            part.set_reduce_scatter_unused_params(True, recurse=False)  # a rank's rows may reach no weight of an expert
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
