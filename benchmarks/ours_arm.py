@@ -28,7 +28,8 @@ from configs.process import worker_threads
 from configs.schema import Config
 from data.protocol import DataProto, object_array
 from data.types import Completion, Request
-from training.preparation import prepare
+from training.plan import make_plan
+from training.preparation import build_datasets, build_reward, prepare
 from training.ray_trainer import RayPPOTrainer
 from workers.collectives import rank
 from workers.forward import forward_of
@@ -57,12 +58,13 @@ class OursArm:
     def __init__(self, workload: Workload, overrides: list[str]) -> None:
         self.workload = workload
         config = config_of(workload, overrides)
-        parts = prepare(config)
+        plan = make_plan(config)
+        parts = prepare(plan, build_datasets(plan, None)[0], build_reward(plan, None), None, None)
         self.group = start_group(config, parts.total_steps)
         roles = roles_of(dict.fromkeys(["actor", "rollout"], self.group), config)
         self.trainer = RayPPOTrainer(
             config,
-            tokenizer=parts.tokenizer,
+            tokenizer=plan.tokenizer,
             roles=roles,
             reward=parts.reward,
             train_loader=parts.train_loader,

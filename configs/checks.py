@@ -16,10 +16,14 @@ from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, Sampl
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def check_config(config: Config) -> None:
-    """Raises ConfigError for settings that contradict each other; each message names a way out."""
+def check_config(config: Config, takes_objects: bool = False) -> None:
+    """Raises ConfigError for settings that contradict each other; each message names a way out.
+
+    Args:
+        takes_objects: whether the run is given data sets as objects, and settings need name none.
+    """
     trainer, env, files, users = config.trainer, config.env, config.data.train_files, config.data.custom_cls
-    if env.id is None and not files and not trainer.val_only:
+    if env.id is None and not files and not trainer.val_only and not takes_objects:
         raise ConfigError("there is nothing to train on: set data.train_files (docs/data.md) or env.id.")
     if env.id is not None and files:
         raise ConfigError(f"env.id={env.id} and data.train_files={files} are both set: prompts come from one of them.")
@@ -32,7 +36,7 @@ def check_config(config: Config) -> None:
     check_rewards(config)
     check_sampling(config)
     validates = bool(config.data.val_files) if env.id is None else env.val_episodes > 0 or env.val_size > 0
-    if not validates and (trainer.test_freq > 0 or trainer.val_only):
+    if not validates and not takes_objects and (trainer.test_freq > 0 or trainer.val_only):
         raise ConfigError(
             "trainer.test_freq, val_only: nothing to validate on: set data.val_files, env.val_episodes or env.val_size."
         )

@@ -94,7 +94,11 @@ TABLE: dict[str, dict[str, str]] = {
         "receiver": "extras.overlap.wire_roles:RECEIVER",
         "generator": "extras.overlap.wire_roles:GENERATOR",
     },
-    "pools": {"split": "extras.overlap.pools:split", "rollout": "extras.overlap.pools:ApartRollout"},
+    "pools": {
+        "launch": "workers.launch:Launch",
+        "split": "extras.overlap.pools:split",
+        "rollout": "extras.overlap.pools:ApartRollout",
+    },
     "trainer": {  # each makes one of another's class
         "algorithm.filter_groups.enable": "extras.algorithms.dynamic_sampling:dynamic_sampling",
         "trainer.async_mode=one_step_off": "extras.overlap.one_step_off:one_step_off",

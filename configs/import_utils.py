@@ -212,6 +212,18 @@ def accepts(function: Callable, argument: str) -> bool:
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def arguments_of_bases(cls: type) -> set[str] | None:
+    """Names the arguments of a class that its __init__ takes or, by **kwargs, hands on to those of its bases; None: it
+    takes any."""
+    names = set[str]()
+    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
+        parameters = inspect.signature(base.__init__).parameters
+        names |= parameters.keys()
+        if base is not object and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return names
+    return None
+
+
 def required_arguments(function: Callable) -> list[str]:
     """Returns the arguments without which `function` cannot be called, in its order."""
     parameters = inspect.signature(function).parameters.values()

@@ -104,6 +104,7 @@ class Arguments:
     overrides: list[str]
     print_config: bool
     multirun: bool = False
+    settings: Mapping[str, Any] | None = None  # in place of a yaml file
 
 
 def yaml_folder(schema: type) -> Path:
@@ -166,10 +167,21 @@ def load_config(arguments: Arguments, schema: type) -> Any:
     return config
 
 
-def compose(name: str, overrides: Sequence[str] = (), folder: str | Path = CONFIG_DIR) -> Config:
-    """Composes and checks a config without a command line: `main.run(compose("frozenlake", ["trainer.seed=1"]))`."""
-    arguments = Arguments(name, Path(folder).absolute(), list(overrides), print_config=False)
-    return checked_config(arguments, Config, check_config)
+def compose(
+    source: str | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    folder: str | Path = CONFIG_DIR,
+    takes_objects: bool = False,
+) -> Config:
+    """Composes and checks a config without a command line: `main.run(compose("frozenlake", ["trainer.seed=1"]))`.
+
+    Args:
+        source: the name of a yaml file, or settings: a dict or DictConfig, nested or by dotted keys.
+        takes_objects: whether `main.run` is given data sets, and settings need name none.
+    """
+    name, settings = (source, None) if isinstance(source, str) else ("ppo_trainer", source)
+    arguments = Arguments(name, Path(folder).absolute(), list(overrides), print_config=False, settings=settings)
+    return checked_config(arguments, Config, partial(check_config, takes_objects=takes_objects))
 
 
 def checked_config(arguments: Arguments, schema: type, check: Callable[[Any], None]) -> Any:
@@ -241,6 +253,8 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
 
     Files that a user's folder does not have are taken from the shipped configs.
     """
+    if arguments.settings is not None:
+        return nest_keys(arguments.settings)
     folder, name = arguments.config_dir, arguments.config_name.removesuffix(".yaml")
     if not (folder / f"{name}.yaml").is_file():
         known = sorted(path.stem for path in folder.glob("*.yaml"))
@@ -262,6 +276,15 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra", None)
     return composed
+
+
+def nest_keys(settings: Mapping[str, Any]) -> DictConfig:
+    """Returns settings, some by dotted keys, as yaml would nest them; interpolations stay."""
+    plain = OmegaConf.to_container(settings) if isinstance(settings, DictConfig) else settings
+    config = OmegaConf.create()
+    for key, value in plain.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    return config
 
 
 def parse_override(text: str) -> Override:

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
-from configs.schema import DataConfig
+from configs.schema import DataConfig, EnvConfig
 from custom.env_wrapper import EnvState, TextEnv
 from data.rl_dataset import RLHFDataset
 
@@ -29,19 +29,30 @@ class CustomEnvDataset(RLHFDataset):
 
     The prompts of 64 states, spread over all, are measured at once. Of a longer one that comes later, another state is
     drawn in its place (data.filter_overlong_prompts), else it is cut or refused (data.truncation). Another is drawn,
-    with a notice, where the environment fails to make one.
+    with a notice, where the environment fails to make one. Without a tokenizer, rows have texts alone; a run gives its
+    own to a dataset that has none.
 
     Raises:
         ValueError: prompts exceed data.max_prompt_length, and nothing says that they may be cut.
     """
 
     def __init__(
-        self, environment: TextEnv, tokenizer: PreTrainedTokenizerBase, config: DataConfig, size: int, first: int = 0
+        self,
+        environment: TextEnv,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: DataConfig | None = None,
+        size: int = EnvConfig.train_size,
+        first: int = 0,
     ) -> None:
-        super().__init__(None, tokenizer, config=config)
+        super().__init__(config=config)
         self.environment, self.size, self.first = environment, size, first
-        positions = np.linspace(0, size - 1, min(size, STATES_CHECKED)).astype(int).tolist()
-        states = [environment.get_state(first + position) for position in positions]
+        if tokenizer is not None:
+            self.settle(tokenizer, config)
+
+    def settle(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig | None) -> None:
+        super().settle(tokenizer, config)
+        positions = np.linspace(0, self.size - 1, min(self.size, STATES_CHECKED)).astype(int).tolist()
+        states = [self.environment.get_state(self.first + position) for position in positions]
         self.check_sizes(states, "states")
 
     def __len__(self) -> int:
@@ -56,6 +67,8 @@ class CustomEnvDataset(RLHFDataset):
                     raise
                 notice_once(f"states that cannot be made have others drawn in their place: {error}", topic=id(self))
                 continue
+            if self.tokenizer is None:
+                return self.columns(state, position)
             prompt_ids = self.encode_state(state)
             if prompt_ids is not None:
                 return self.make_row(self.columns(state, position), position, prompt_ids)

@@ -91,6 +91,7 @@ class RLHFDataset(Dataset):
 
     Args:
         data_files: one path or several (see `read_rows`); None: no rows are read.
+        tokenizer: None: rows have no tokens until `settle`, and none are read from files.
         config: the data section; keys of verl's that it lacks are read as verl's defaults.
         processor: kept for subclasses; not used here.
         max_samples: use at most so many rows, drawn by data.seed if data.shuffle, else the first; -1: all.
@@ -98,28 +99,26 @@ class RLHFDataset(Dataset):
     Attributes:
         dataframe: the rows, as hooks see them; a `datasets.Dataset`, a data frame or a list of rows may be assigned.
         rows, prompt_ids: those that are used, and their prompts' tokens (int32: a ninth of what lists take).
+        is_settled: whether it has a tokenizer and a data section; a run settles one that lacks either.
 
     Raises:
         FileNotFoundError, ValueError: names file, row and remedy, for whatever makes rows unusable.
     """
 
+    is_settled = False
+
     def __init__(
         self,
-        data_files: str | Path | Iterable[str | Path] | None,
-        tokenizer: PreTrainedTokenizerBase,
+        data_files: str | Path | Iterable[str | Path] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         config: DataConfig | Mapping[str, Any] | None = None,
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
         for hook in sorted(UNCALLED.keys() & {*dir(type(self))}):
             notice_once(f"{type(self).__name__}.{hook} is not called here: {UNCALLED[hook]}.")
-        self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
-        self.images = vars(tokenizer).get("images")  # who reads them; None: the model reads text alone
-        self.config = as_data_config(config)
-        self.prompt_key, self.max_prompt_length = self.config.prompt_key, self.config.max_prompt_length
-        self.filter_overlong_prompts, self.truncation = self.config.filter_overlong_prompts, self.config.truncation
-        self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
-        vars(self).update({name: self.config.get(name, default) for name, default in VERLS_ATTRIBUTES.items()})
+        self.processor, self.max_samples = processor, max_samples
+        RLHFDataset.settle(self, tokenizer, config)
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files or [])
         self.original_data_files = list(self.data_files)
         self.num_filtered = 0
@@ -127,7 +126,19 @@ class RLHFDataset(Dataset):
         self.unusable: list[str] = []  # what is wrong with rows that were left out
         self._table, self._is_measured = Table(), True
         if data_files is not None:
+            if tokenizer is None:
+                raise ValueError(f"{type(self).__name__}: rows of files are tokenised at once, so give a tokenizer.")
             self._load(data_files)
+
+    def settle(self, tokenizer: PreTrainedTokenizerBase | None, config: DataConfig | Mapping[str, Any] | None) -> None:
+        """Takes the tokenizer and the data section by which rows are made."""
+        self.is_settled = tokenizer is not None and config is not None
+        self.tokenizer, self.config = tokenizer, as_data_config(config)
+        self.images = tokenizer and vars(tokenizer).get("images")  # who reads them; None: the model reads text alone
+        self.prompt_key, self.max_prompt_length = self.config.prompt_key, self.config.max_prompt_length
+        self.filter_overlong_prompts, self.truncation = self.config.filter_overlong_prompts, self.config.truncation
+        self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
+        vars(self).update({name: self.config.get(name, default) for name, default in VERLS_ATTRIBUTES.items()})
 
     @property
     def dataframe(self) -> Table:

@@ -48,7 +48,6 @@ from scripts.quickstart import (
     write_summary,
 )
 from training.environment import build_environment
-from training.preparation import prepare
 from workers.ray_group import start_command
 
 CALCULATOR_ROWS = Path("outputs/calculator")
@@ -177,7 +176,7 @@ def learn(config: Config, task: Task) -> dict[str, Any]:
         print("stage 1 of 2: a tiny model learns to imitate a player who knows the rules and not the art")
         imitate(config, folder, task.lessons)
         print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator})")
-        rl.train(config, prepare(config))
+        rl.build(config).fit()
     return write_summary(config, task.metric, time.monotonic() - started)
 
 

@@ -44,7 +44,6 @@ from scripts.quickstart import (
     write_summary,
 )
 from training.environment import build_environment
-from training.preparation import prepare
 from workers.ray_group import start_command
 
 STATES = 20000  # each is written down, or answered with a move
@@ -62,7 +61,7 @@ def main() -> None:
             print("stage 1 of 2: a tiny model learns to write down maps, and imitates a careful wanderer")
             imitate(config, folder, [Lesson(demonstrations, "frozenlake_sft", LESSON)], save_tiny_model)
             print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
-            rl.train(config, prepare(config))
+            rl.build(config).fit()
         summary = write_summary(config, SUCCESS, time.monotonic() - started)
     print_outcome("success on 200 held-out maps", summary, config)
 

@@ -39,7 +39,6 @@ from extras.report.charts import plot_metric
 from extras.sft import trainer as sft_trainer
 from extras.sft.settings import SFTConfig
 from training.environment import build_environment
-from training.preparation import prepare
 from workers.ray_group import start_command
 
 SUCCESS = "val-core/FrozenLake-v1/acc/mean@1"
@@ -104,7 +103,7 @@ def quickstart(config: Config) -> dict[str, Any]:
         print("stage 1 of 2: a tiny model learns to imitate a careful wanderer, who does not know the goal")
         warm_start(config, folder)
         print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
-        rl.train(config, prepare(config))
+        rl.build(config).fit()
     return write_summary(config, SUCCESS, time.monotonic() - started)
 
 

@@ -40,7 +40,6 @@ from data.files import dump_jsonl, read_metrics, sole_run
 from examples import long_sum, shell_game
 from scripts.quickstart import Lesson, imitate, new_run, script_parser
 from scripts.smollm2 import copy_smollm2
-from training.preparation import prepare
 from workers.ray_group import start_command
 
 TRAIN_ROWS, HELD_OUT_ROWS = 4096, 200
@@ -125,7 +124,7 @@ def learn(task: Task, config: Config, control: Config) -> None:
         imitate(config, folder, task.lessons, task.save_model)
         summary: Row = {"seed": seed, "minutes": {"warm start": round((time.monotonic() - started) / 60, 1)}}
         print("stage 2 of 3: reinforcement learning")
-        rl.train(config, prepare(config))
+        rl.build(config).fit()
     print("stage 3 of 3: the control, which has to answer at once")
     rl.run(control)
     summary["minutes"] |= {phase: minutes_of(config, phase) for phase in ("gen", "update_actor", "step")}

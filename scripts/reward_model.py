@@ -39,7 +39,6 @@ from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
 from scripts.quickstart import SUCCESS, new_run, print_outcome, script_parser, warm_start, write_summary
 from training.environment import build_environment
-from training.preparation import prepare
 from workers.engine import scheduled_multiplier
 from workers.ray_group import start_command
 
@@ -81,7 +80,7 @@ def learn(config: Config) -> dict[str, Any]:
         print(f"it tells {accuracy(model, pairs[:HELD_OUT]):.3f} of {HELD_OUT} held-out pairs apart")
         save(model, config)
         print(f"stage 3 of 3: reinforcement learning ({config.algorithm.adv_estimator}) on its scores")
-        rl.train(config, prepare(config))
+        rl.build(config).fit()
     return write_summary(config, SUCCESS, time.monotonic() - started)
 
 

@@ -34,7 +34,6 @@ from examples.arithmetic import TASKS, make_rows
 from extras.report.charts import read_curve
 from scripts import smollm2_model
 from scripts.quickstart import new_run, print_outcome, script_parser, write_summary
-from training.preparation import prepare
 from workers.ray_group import start_command
 
 ROWS = Path("outputs/smollm2/rows")
@@ -74,7 +73,7 @@ def learn(task: str, config: Config) -> dict[str, Any]:
     with sole_run(folder):
         make_model(config)
         started = time.monotonic()
-        rl.train(config, prepare(config))
+        rl.build(config).fit()
         seconds = time.monotonic() - started
     success = f"val-core/{task}/acc/mean@1"
     rows = side_by_side(config, success)

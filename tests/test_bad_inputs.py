@@ -148,7 +148,7 @@ BEFORE_ANYTHING_STARTS = [
     Case("trainer of another type", "trainer.cls=DIR/mine.py:Mine", "trainer.cls=Mine in .*mine.py is <class "
          ".*must be a subclass of training.ray_trainer.RayPPOTrainer", mine_py="class Mine: pass"),
     Case("empty validation set", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine "
-         "data.val_files=DIR/val.jsonl", r"val_files=.*val\.jsonl: Mine has no rows to validate on", val_jsonl=ROWS,
+         "data.val_files=DIR/val.jsonl", r"val_files=.*val\.jsonl: Mine has no rows", val_jsonl=ROWS,
          mine_py="from data.rl_dataset import RLHFDataset\n\nclass Mine(RLHFDataset):\n"
          "    def __len__(self):\n        return 0 if 'val' in str(self.data_files) else len(self.rows)\n"),
     Case("key of no dataset", "data.custom_cls.kwargs.size=3", r"holds \['size'\], for a dataset class"),
@@ -173,7 +173,7 @@ BEFORE_ANYTHING_STARTS = [
 @pytest.mark.parametrize("case", BEFORE_ANYTHING_STARTS, ids=lambda case: case.name)
 def test_ends_with_code_2_and_one_helpful_line_before_a_worker_starts(case, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(main, "train", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(main.Launch, "init_workers", lambda _: pytest.fail("workers were started"))
     command = case.command(tiny_model, tmp_path)
     with pytest.raises(SystemExit) as stop:
         main.main(command if "--config-name" in command else ["--config-name", "frozenlake", *command])

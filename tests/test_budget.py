@@ -39,15 +39,15 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 
 CEILINGS = {
     "core lines": 16_980,
-    "core files": 81,
+    "core files": 83,
     "product lines": 40_800,
     "scripts and benchmarks": 3_770,
-    "names in training/": 19,
-    "names in workers/": 24,
+    "names in training/": 20,
+    "names in workers/": 25,
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 43,
+    "modules under 60 lines": 44,
     "modules with one importer": 49,
     "settings": 341,  # verl's keys of distillation are 13
     "file names in two folders": 16,
@@ -197,7 +197,7 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-STEP_CEILINGS = {"files": 40, "functions": 443, "lines": 2_640, "modules": 129}
+STEP_CEILINGS = {"files": 40, "functions": 443, "lines": 2_640, "modules": 131}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

@@ -25,7 +25,7 @@ from configs.settings import Frozen
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
-from training.preparation import check_algorithm, check_roles, prepare
+from training.plan import check_algorithm, check_roles
 from training.roles import needed_roles
 from workers import ray_group, resources, vllm_rollout_spmd
 from workers.rollout import load_rollout_class
@@ -461,7 +461,9 @@ def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatch, capsys, rows):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1?", "ground_truth": "2", "data_source": "math"}\n' * rows)
-    monkeypatch.setattr(main, "start_pools", lambda config, *_: sys.exit(f"{config.data.train_batch_size} prompts"))
+    monkeypatch.setattr(
+        "workers.launch.start_pools", lambda config, *_: sys.exit(f"{config.data.train_batch_size} prompts")
+    )
     settings = f"""data.train_files={tmp_path}/rows.jsonl actor_rollout_ref.model.path={tiny_model} trainer.test_freq=-1
         trainer.default_local_dir={tmp_path}/run data.max_prompt_length=32 data.max_response_length=4"""
     with pytest.raises(SystemExit, match=f"^{rows} prompts"):
@@ -582,8 +584,8 @@ def test_order_and_choice_of_rows_follow_from_the_one_seed(tiny_model, tmp_path)
     def drawn(*overrides: str) -> list[str]:
         files = [f"data.train_files={tmp_path}/rows.jsonl", f"reward.custom_reward_function.path={tmp_path}/score.py"]
         run = short_run(tiny_model, tmp_path, "env.id=null", "data.custom_cls.path=null", *files)
-        parts = prepare(compose(*run, "data.train_max_samples=8", "data.train_batch_size=8", *overrides))
-        return list(parts.train_loader.next_batch()["raw_prompt"])
+        run = main.build(compose(*run, "data.train_max_samples=8", "data.train_batch_size=8", *overrides))
+        return list(run.parts.train_loader.next_batch()["raw_prompt"])
 
     assert drawn() == drawn()
     assert drawn() != drawn("trainer.seed=1")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import main
 from configs.schema import DataConfig
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import EnvState, TextEnv, make_env
@@ -11,7 +12,6 @@ from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from tests.runs import compose, short_run
-from training.preparation import prepare
 
 TOKENIZER = build_tokenizer()
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": "Go."}
@@ -151,7 +151,7 @@ def test_a_manager_is_given_the_tokenizer_that_it_names_and_what_episodes_do_not
     runs = (("Mine", ["+reward.reward_kwargs.scale=2"], False), ("Mine", episodes, True), ("Reader", episodes, False))
     for name, overrides, told in runs:
         manager = f"reward.reward_manager={{path: {tmp_path}/mine.py, name: {name}}}"
-        parts = prepare(compose(*short_run(tiny_model, tmp_path / "run", manager, *overrides)))
+        run = main.build(compose(*short_run(tiny_model, tmp_path / "run", manager, *overrides)))
         assert ("env.mode=episode does not call its score: " in capsys.readouterr().err) == told
         if name == "Mine":
-            assert parts.reward.score("abc", None) == (3.0 if told else 6.0)
+            assert run.parts.reward.score("abc", None) == (3.0 if told else 6.0)

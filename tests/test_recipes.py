@@ -19,7 +19,7 @@ from configs.extras import has, present
 from configs.loader import options
 from tests.runs import ROOT, compose, learning_metrics, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, AdvantageEstimator, get_policy_loss
-from training.preparation import check_algorithm
+from training.plan import check_algorithm
 from training.roles import needed_roles
 
 # Answers nearly always differ in it, so that no group ties; `even` and `short` are two rewards for gdpo.

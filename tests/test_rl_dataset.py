@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+import main
 from configs import errors
 from configs.errors import ConfigError
 from configs.schema import DataConfig, DatasetClassConfig, RolloutConfig
@@ -18,7 +19,7 @@ from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler
 from tests.runs import compose
 from tests.test_chat import tokenizer_with
-from training.preparation import check_rows, overlong_rows, prepare, row_maker
+from training.preparation import check_rows, overlong_rows, row_maker
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -503,7 +504,7 @@ def test_prompts_both_trained_on_and_validated_on_are_counted_and_the_first_is_s
             for name, prompts in files.items()
         ]
         model = f"actor_rollout_ref.model.path={tiny_model}"
-        prepare(compose(model, "data.train_batch_size=2", *written, name="ppo_trainer"))
+        main.build(compose(model, "data.train_batch_size=2", *written, name="ppo_trainer"))
         return [text for text in caplog.messages if "data.train_files too" in text]
 
     assert said(train_files=["a", "b", QUESTION], val_files=["c", "Add.1+1?"]) == []

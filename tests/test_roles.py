@@ -11,7 +11,6 @@ from configs.errors import ConfigError
 from custom.tiny_model import save_tiny_model
 from tests.runs import compose, learning_metrics, short_run, whole_and_resumed
 from training.core_algos import register_policy_loss
-from training.preparation import prepare
 from training.roles import ROLES, columns_read, needed_roles
 from workers.model_worker import model_bytes
 from workers.parallel import Replicas
@@ -92,7 +91,7 @@ def test_a_fifth_role_of_a_users_file_learns_and_is_in_checkpoints(tmp_path, tin
 
 def test_a_role_plays_only_where_its_columns_are_read(tiny_model, tmp_path, guesser):
     config = compose(*short_run(tiny_model, tmp_path, *guesser))
-    prepare(config)
+    main.build(config)
     assert needed_roles(config) == ["actor", "rollout", "guesser"]
     assert needed_roles(compose(*short_run(tiny_model, tmp_path, NO_KL))) == ["actor", "rollout"]
     assert "guesser" in needed_roles(compose(*short_run(tiny_model, tmp_path, NO_KL)), trainer_reads=["guesses"])
@@ -110,13 +109,13 @@ def test_a_role_plays_only_where_its_columns_are_read(tiny_model, tmp_path, gues
 )
 def test_settings_of_a_users_role_are_checked(tiny_model, tmp_path, guesser, settings, message):
     with pytest.raises(ConfigError, match=message):
-        prepare(compose(*short_run(tiny_model, tmp_path, *guesser, *settings)))
+        main.build(compose(*short_run(tiny_model, tmp_path, *guesser, *settings)))
 
 
 def test_a_users_role_has_its_settings_and_those_that_its_defaults_name(tiny_model, tmp_path, guesser):
     run = short_run(tiny_model, tmp_path, *guesser, "roles.guesser={optim: {lr: 0.5}, unit: 2}")
     config = compose(*run, "actor_rollout_ref.actor.loss_agg_mode=token-sum")
-    prepare(config)
+    main.build(config)
     settings = ROLES["guesser"].settings(config)
     assert (settings.optim.lr, settings.unit, settings.loss_agg_mode) == (0.5, 2.0, "token-sum")
     assert settings.model.path == str(tiny_model)
@@ -144,7 +143,7 @@ def test_a_teacher_is_a_reference_with_other_weights(tmp_path, tiny_model, teach
 
 def test_a_teacher_that_nobody_listens_to_is_refused(tmp_path, tiny_model, teacher):
     with pytest.raises(ConfigError, match=r"ref\.model\.path names a teacher, and nothing reads ref_log_prob"):
-        prepare(compose(*short_run(tiny_model, tmp_path / "run", teacher, NO_KL, "env.val_episodes=0")))
+        main.build(compose(*short_run(tiny_model, tmp_path / "run", teacher, NO_KL, "env.val_episodes=0")))
 
 
 def test_a_teacher_of_other_tokens_is_refused(tmp_path, tiny_model, teacher):
@@ -152,7 +151,7 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path, tiny_model, teacher):
     tokenizer.add_tokens(["<other>"])
     tokenizer.save_pretrained(tmp_path / "teacher")
     with pytest.raises(ValueError, match=r"ref\.model\.path.*other tokens than the policy"):
-        prepare(compose(*short_run(tiny_model, tmp_path / "run", teacher, *KL)))
+        main.build(compose(*short_run(tiny_model, tmp_path / "run", teacher, *KL)))
 
 
 def test_a_loss_that_names_a_column_has_its_role_play(tmp_path, tiny_model):

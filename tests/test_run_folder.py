@@ -36,7 +36,7 @@ def test_a_second_run_is_refused_before_it_touches_anything(tiny_model, tmp_path
     (tmp_path / ".writing_global_step_3").mkdir()  # what the first is writing
     with sole_run(tmp_path):
         before = tree_of(tmp_path)
-        monkeypatch.setattr("main.prepare", lambda _: pytest.fail("it went on"))
+        monkeypatch.setattr("main.build", lambda _: pytest.fail("it went on"))
         said = refusal(capsys, *command)
         monkeypatch.undo()
         with pytest.raises(ConfigError, match="belongs to another run"):

@@ -16,7 +16,6 @@ import main
 from configs.extras import has
 from configs.import_utils import load_module
 from tests.runs import compose, learning_metrics, short_run
-from training.preparation import prepare
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(4)]
 REWARD = """
@@ -298,13 +297,14 @@ def test_an_engine_of_one_method_with_or_without_a_constructor(desk: Desk, name)
 
 
 def test_the_one_engine_of_a_file_needs_no_name_and_two_are_refused_with_both(desk: Desk, capsys, monkeypatch):
-    monkeypatch.setattr(main, "train", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(main.Launch, "init_workers", lambda _: pytest.fail("workers were started"))
     file = desk.write("my_engines.py", ENGINES)
     line = desk.refused(capsys, f"actor_rollout_ref.rollout.name={file}")
     assert all(name in line for name in CLASSES) and f"{file}:Generate" in line
     assert "has no 'Other'" in desk.refused(capsys, f"actor_rollout_ref.rollout.name={file}:Other")
     one = desk.write("one.py", ENGINES.split("class Batch")[0])
-    monkeypatch.setattr(main, "train", lambda *_: None)
+    monkeypatch.setattr(main.Launch, "init_workers", lambda _: None)
+    monkeypatch.setattr(main.Launch, "fit", lambda _: None)
     main.main(["--config-name", "ppo_trainer", *desk.command(f"actor_rollout_ref.rollout.name={one}")])
 
 
@@ -408,7 +408,7 @@ def test_a_yaml_of_tools_by_each_of_its_keys(desk: Desk, key):
     entry = {"function": f"{functions}:measure", "name": "measure"}
     yaml = desk.write("tools.yaml", json.dumps({"tools": [entry]}))
     config = compose(*desk.command(f"{key}={yaml}", f"{MULTI_TURN}.enable=true"), name="ppo_trainer")
-    [schema] = prepare(config).train_loader.dataset.config.apply_chat_template_kwargs["tools"]
+    [schema] = main.build(config).parts.train_loader.dataset.config.apply_chat_template_kwargs["tools"]
     assert schema["function"]["name"] == "measure"
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
 from configs.extras import find, has
-from configs.import_utils import load_extern_object, load_named
+from configs.import_utils import arguments_of_bases, bind, load_extern_object, load_named
 from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, SuccessConfig
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
@@ -112,16 +112,29 @@ def data_settings(config: Config, tools: Mapping[str, Any] | None = None) -> Dat
 
 
 def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **sizes: int) -> Any:
-    """Returns the dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py."""
+    """Returns the dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py. It is
+    given the environment by position, and of all else what it, or a base behind **kwargs, names."""
+    cls = env_dataset_class(data)
+    offered, known = {"tokenizer": tokenizer, "config": data, **sizes}, arguments_of_bases(cls)
+    offered = {name: value for name, value in offered.items() if known is None or name in known}
+    key = f"data.custom_cls.name={cls.__name__}"
+    return bind(cls, offered, data.custom_cls.kwargs, key, positional={"environment": environment})()
+
+
+def env_dataset_class(data: DataConfig) -> type:
     is_ours = data.custom_cls.path is None
-    cls = load_extern_object("custom/env_dataset.py", "CustomEnvDataset") if is_ours else get_dataset_class(data)
-    return cls(environment, tokenizer, data, **sizes, **data.custom_cls.kwargs)
+    return load_extern_object("custom/env_dataset.py", "CustomEnvDataset") if is_ours else get_dataset_class(data)
 
 
 def build_env_setup(config: Config, environment: Any, dataset: Any, reward: RewardManager) -> EnvSetup:
     """Puts an environment together with its dataset; the reward manager reads the answers, if it can."""
+    setting = f"env.val_episodes={config.env.val_episodes}" if config.env.mode == "step" else "env.mode=episode"
+    if type(dataset) is not (cls := env_dataset_class(config.data)):
+        raise ConfigError(
+            f"{setting}: workers play the episodes, with data.custom_cls.name={cls.__name__}, and {type(dataset)} is "
+            "given: name its class there, or set env.mode=step and env.val_episodes=0."
+        )
     if not isinstance(dataset, StateDataset):
-        setting = f"env.val_episodes={config.env.val_episodes}" if config.env.mode == "step" else "env.mode=episode"
         raise ConfigError(
             f"{setting}: data.custom_cls.name={config.data.custom_cls.name} has no encode_state(state) and "
             "turn_messages(state): make it a subclass of CustomEnvDataset, or set env.mode=step and env.val_episodes=0."

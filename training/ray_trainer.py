@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from configs.extras import find
 from configs.schema import Config
 from data.files import dispensable
 from data.protocol import DataProto, object_array
@@ -49,6 +50,9 @@ class Rollouts:
 class RayPPOTrainer(Run):
     """Trains a policy.
 
+    Without `roles`, RayPPOTrainer(config, train_dataset, reward_fn, val_dataset=…) is a run whose `fit` starts the
+    workers and makes a trainer with them (workers/launch.py).
+
     Args:
         config: the run's.
         tokenizer: for rewards and transcripts.
@@ -65,6 +69,11 @@ class RayPPOTrainer(Run):
 
     config: Config
     reads: tuple[str, ...] = ()  # columns of roles that a stage of a subclass reads
+
+    def __new__(cls, config: Any, *parts: Any, roles: Mapping[str, Any] | None = None, **named_parts: Any) -> Any:
+        if roles is None:
+            return find("pools", "launch")(cls, config, *parts, **named_parts)
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -226,9 +226,13 @@ def load_function(
     return reward
 
 
-def reward_by(function: Callable, config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> FunctionReward:
-    """Makes a reward of a function, which is called in this process, by the limits of `config`."""
-    return FunctionReward(function, tokenizer, config.custom_reward_function.reward_kwargs, config)
+def reward_by(reward: Callable, config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> Callable:
+    """Makes a reward of a caller's object, which is called in this process: a manager, any object that is called with
+    a batch alone, is one already, and a function is called by the limits of `config`."""
+    required = required_arguments(reward)
+    if not inspect.isroutine(reward) and len(required) == 1 and FORM_OF.get(required[0], {}) == {}:
+        return reward
+    return FunctionReward(reward, tokenizer, config.custom_reward_function.reward_kwargs, config)
 
 
 def load(settings: ScoringConfig, run: RewardRun) -> FunctionReward:

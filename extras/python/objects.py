@@ -72,6 +72,12 @@ def settings_of_environment(environment: Any) -> dict[str, Any]:
     raise ConfigError(f"environment={environment!r}: give a gymnasium id, a class, or what gymnasium.make returns.")
 
 
+def as_dataset(rows: Any) -> Dataset | None:
+    """Returns the data set that gives rows as dicts when they are asked for; None: it is none, or of prompts alone."""
+    rows = rows.dataset if isinstance(rows, DataLoader) else rows
+    return rows if isinstance(rows, Dataset) and len(rows) and isinstance(rows[0], Mapping) else None
+
+
 def write_rows(rows: Any, path: Path) -> str:
     """Writes rows as JSON lines, and returns the path; rows that are the path of a file stay where they are.
 

@@ -4,7 +4,7 @@
     result = trainer.train(total_steps=100)
 
 It is a run of main.py: objects are first written into the run's folder, where every executor and engine finds them;
-only the reward is called here. The trained weights are then read back into the model.
+only the reward and a torch data set of dicts are called here. The trained weights are then read back into the model.
 """
 
 import io
@@ -29,7 +29,7 @@ from configs.schema import Config
 from configs.settings import LAST
 from data.seeding import rng_state, set_rng_state
 from extras.python.notebook import Result
-from extras.python.objects import TrainingConfig, as_override, settings_of_environment, write_rows
+from extras.python.objects import TrainingConfig, as_dataset, as_override, settings_of_environment, write_rows
 from main import run
 from training.checkpoint import find_checkpoint
 
@@ -56,7 +56,8 @@ class Trainer:
     Args:
         model: a PreTrainedModel, which gets the trained weights, or the path of one.
         reward: a function in any form of docs/rewards.md, or file.py:name; None: as settings say.
-        rows: a list of dicts or prompts, a data frame, a datasets.Dataset, a DataLoader, or the path of a file.
+        rows: a list of dicts or prompts, a data frame, a data set of torch's or of datasets, one of an environment's
+            states, a DataLoader, or the path of a file.
         tokenizer: an object or a path; None: the model's own.
         environment: where prompts come from in place of rows: a gymnasium id, class, or environment.
         settings: by their path, as on the command line, or by the short names of `TrainingConfig`. They may name a
@@ -128,11 +129,14 @@ class Trainer:
     def _run(self, reward: Callable | str | None, more: Mapping[str, Any]) -> dict[str, float]:
         """Does a run with further settings, which win; returns the metrics of its last validation."""
         settings = {**self._settings_of(reward), **self.settings, **more}
-        config = compose("ppo_trainer", [as_override(*item) for item in settings.items()])
+        objects = {"train_dataset": as_dataset(self.rows), "val_dataset": as_dataset(self.val_rows)}
+        datasets = {} if "data.val_files" in more else objects
+        overrides = [as_override(*item) for item in settings.items()]
+        config = compose("ppo_trainer", overrides, takes_objects=any(rows is not None for rows in datasets.values()))
         self._check(config, reward)
         try:
             with process_as_before():
-                return run(config, reward=reward if callable(reward) else None)
+                return run(config, reward_fn=reward if callable(reward) else None, **datasets)
         except ValueError as error:
             if isinstance(error, ConfigError) or not is_on_purpose(error):
                 raise
@@ -166,7 +170,7 @@ class Trainer:
             is_ordered = isinstance(self.rows.sampler, SequentialSampler)
             settings |= {"data.train_batch_size": self.rows.batch_size, "data.shuffle": not is_ordered}
         for name, rows in (("train", self.rows), ("val", self.val_rows)):
-            if rows is not None:
+            if rows is not None and as_dataset(rows) is None:
                 settings[f"data.{name}_files"] = write_rows(rows, self.folder / f"{name}_rows.jsonl")
         return settings
 

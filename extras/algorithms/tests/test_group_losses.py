@@ -17,7 +17,7 @@ from tests.batches import CUTS, close, ragged_batch, recorded, relative_distance
 from tests.runs import compose
 from tests.test_policy_losses import Batch
 from training.losses import get_policy_loss
-from training.preparation import check_algorithm
+from training.plan import check_algorithm
 from training.roles import loss_reads, needed_roles
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine

@@ -24,7 +24,6 @@ from tests.batches import ragged_batch
 from tests.runs import ROOT, compose, learning_metrics, needs_vllm, short_run
 from tests.servers import answering
 from training.losses import ReadableNamespace, get_policy_loss_fn
-from training.preparation import prepare
 from workers.dp_actor import ReferencePolicy
 from workers.micro_batches import MicroBatchSize
 from workers.model_worker import ModelWorker, model_bytes
@@ -273,7 +272,7 @@ def test_a_teacher_that_cannot_read_the_policys_answers_is_refused_early(tiny_mo
     change(tmp_path / "teacher")
     teacher = ["distillation.enabled=true", f"distillation.teacher_models.x.model_path={tmp_path}/teacher"]
     with pytest.raises(ValueError, match=f"distillation.teacher_models.x.{message}"):
-        prepare(compose(*short_run(tiny_model, tmp_path / "run", *teacher, "env.val_episodes=0")))
+        main.build(compose(*short_run(tiny_model, tmp_path / "run", *teacher, "env.val_episodes=0")))
 
 
 def test_a_row_without_a_teacher_is_refused_by_its_source(tiny_model, teachers, tmp_path):
@@ -325,7 +324,7 @@ def server(teachers) -> Iterator[Server]:
 def check_served(url: str, teacher: Path, tiny_model: Path, folder: Path) -> None:
     """Holds what the server at `url` says, of the sampled tokens and of the likeliest, against the model itself."""
     served = ["distillation.enabled=true", f"distillation.teacher_models.x.base_url={url}"]
-    prepare(compose(*short_run(tiny_model, folder, *served)))
+    main.build(compose(*short_run(tiny_model, folder, *served)))
     for topk in (None, 3):
         batch = ragged_batch()
         found = ServerTeacher(Teacher(base_url=url), topk).score(batch)
@@ -373,4 +372,4 @@ def test_a_server_that_cannot_teach_is_refused_before_workers_start(tiny_model, 
     vars(server).update(change)
     run = ["distillation.enabled=true", f"distillation.teacher_models.x.base_url={server.url}", "env.val_episodes=0"]
     with pytest.raises(ConfigError, match=message):
-        prepare(compose(*short_run(tiny_model, tmp_path, *run)))
+        main.build(compose(*short_run(tiny_model, tmp_path, *run)))

@@ -15,7 +15,7 @@ from custom.env_wrapper import make_env
 from data import concurrency
 from extras.gym.process_env import ProcessEnv
 from tests.runs import compose
-from training.preparation import build_environment
+from training.environment import build_environment
 
 STUBBORN = """
 import os

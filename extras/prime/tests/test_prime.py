@@ -43,7 +43,6 @@ from tests.ranks import Ranks
 from tests.runs import compose, learning_metrics, short_run, state_files
 from tests.test_replicas import own_share, save_two_layers
 from training.mini_batches import Update, global_batch_info
-from training.preparation import prepare
 from training.roles import ROLES, columns_read, needed_roles
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
@@ -346,7 +345,7 @@ def test_an_estimator_of_the_users_may_name_the_rewards(tiny_model: Path, tmp_pa
 )
 def test_what_cannot_work_is_refused_by_its_key(tiny_model: Path, tmp_path: Path, settings: list[str], named: str):
     with pytest.raises((ConfigError, ValueError), match=named):
-        prepare(compose(*short_run(tiny_model, tmp_path, "recipe=prime", *settings)))
+        main.build(compose(*short_run(tiny_model, tmp_path, "recipe=prime", *settings)))
 
 
 def test_models_of_other_tokens_or_beside_split_layers_are_refused(tiny_model: Path, tmp_path: Path):
@@ -355,12 +354,12 @@ def test_models_of_other_tokens_or_beside_split_layers_are_refused(tiny_model: P
     save_tiny_model(tmp_path / "other", seed=5, hidden_size=48, layers=2)
     other = ["recipe=prime", f"algorithm.prime.model.ref_path={tmp_path}/other"]
     with pytest.raises(ConfigError, match=r"algorithm\.prime\.model\.ref_path=.*2 workers a layer"):
-        prepare(compose(*short_run(tiny_model, tmp_path, *other, "actor_rollout_ref.actor.tensor_parallel_size=2")))
+        main.build(compose(*short_run(tiny_model, tmp_path, *other, "actor_rollout_ref.actor.tensor_parallel_size=2")))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "other")
     tokenizer.add_tokens(["<other>"])
     tokenizer.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"algorithm\.prime\.model\.ref_path=.*other tokens"):
-        prepare(compose(*short_run(tiny_model, tmp_path, *other)))
+        main.build(compose(*short_run(tiny_model, tmp_path, *other)))
 
 
 def test_what_prompts_show_beside_their_text_is_learnt_from(tiny_model: Path, tmp_path: Path):

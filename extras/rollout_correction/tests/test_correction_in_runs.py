@@ -19,7 +19,7 @@ from tests.test_advantage import MASK, make_batch
 from tests.test_config import load
 from tests.test_ray_trainer import ALL_ROWS, ARMS, MINI, REAL, Bandit, assert_stages_run, make_trainer
 from training.mini_batches import first_policy_step
-from training.preparation import check_algorithm
+from training.plan import check_algorithm
 from training.roles import OF_POLICY, columns_read
 
 CORRECTION, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"

@@ -41,7 +41,7 @@ from training.advantage import Estimator
 from training.core_algos import get_policy_loss_fn
 from training.environment import begin_episodes, data_settings
 from training.losses import ReadableNamespace, call_policy_loss
-from training.preparation import build_train_loader, check_rows
+from training.preparation import build_datasets, build_train_loader, check_rows
 from training.ray_trainer import RayPPOTrainer
 from training.reward import add_scores, load_reward_manager, reward_metrics
 from training.reward_function import FunctionReward
@@ -383,7 +383,8 @@ def loader_of(form: str, *keys: str) -> PromptLoader:
     given = ["env.id=null", "env.val_episodes=0", "data.train_files=rows.jsonl", "data.train_batch_size=2"]
     given += ["data.max_prompt_length=1024", "data.shuffle=false", "data.custom_cls.path=null"]
     config = compose(*given, *(key.replace("FILE", file_of(form)) for key in keys))
-    return build_train_loader(config, data_settings(config), TOKENIZER, None)
+    plan = SimpleNamespace(config=config, data=data_settings(config), tokenizer=TOKENIZER)
+    return build_train_loader(plan, build_datasets(plan, None)[0])
 
 
 SYSTEM, SAID = {"role": "system", "content": "Add."}, {"role": "user", "content": PROMPTS[0]}

@@ -17,7 +17,7 @@ from extras.server.settings import ServerConfig
 from extras.sft.settings import SFTConfig
 from extras.verl.keys import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
 from tests.runs import ROOT, compose
-from training.preparation import check_algorithm
+from training.plan import check_algorithm
 
 OF_ALL_WORKERS = pairs(READ["of_all_workers"])
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

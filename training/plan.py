@@ -1,0 +1,168 @@
+"""Says what settings mean for a run, and refuses those that cannot work, before an environment or data are touched."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.checks import check_cuts
+from configs.errors import ConfigError, did_you_mean
+from configs.extras import Registry, asked_for, check_present, find
+from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
+from configs.loader import options
+from configs.schema import Config, DataConfig
+from data.chat import ChatFormat
+from data.pretrained import check_has_head, check_positions, load_model_config, load_tokenizer
+from data.seeding import seed_everything
+from training.advantage import estimator_needs
+from training.checkpoint import checkpoint_to_resume
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS
+from training.environment import data_settings, load_conversations
+from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
+from training.ray_trainer import RayPPOTrainer
+from training.roles import (
+    ROLES,
+    TEACHER_KEY,
+    columns_made,
+    loss_reads,
+    loss_settings,
+    models_of,
+    needed_roles,
+    policy_loss_of,
+    stages,
+    teaches,
+)
+from training.tracking import check_observers
+
+LIB_KEY = "actor_rollout_ref.model.external_lib"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What settings alone say of a run.
+
+    Attributes:
+        trainer_class: `RayPPOTrainer`, a subclass of the user's, or what an extra makes of either.
+        roles: names of those that take part.
+        conversations: what rows talk to, tools and simulated users; None: rows are answered.
+        data: the data section, with its seed and the tools that every prompt describes.
+    """
+
+    config: Config
+    trainer_class: type[RayPPOTrainer]
+    roles: list[str]
+    tokenizer: PreTrainedTokenizerBase
+    conversations: Any | None
+    data: DataConfig
+
+
+def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> Plan:
+    """Loads the files and the tokenizer that `config` names; raises what cannot work, with its key, the cheap first.
+
+    Args:
+        trainer_class: trains, unless trainer.cls names another one.
+    """
+    seed_everything(config.trainer.seed)
+    forget_changed_files()
+    load_modules(config.actor_rollout_ref.model.external_lib, LIB_KEY)  # first: it may register what the rest looks up
+    named = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
+    trainer_class = trainer_class if named is RayPPOTrainer else named
+    for make_trainer in asked_for("trainer", config):
+        trainer_class = make_trainer(trainer_class, config)
+    check_observers(config)
+    check_algorithm(config)
+    check_roles(config, trainer_class.reads)
+    check_models(config, trainer_class.reads)
+    checkpoint_to_resume(config)  # or raises
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    conversations = load_conversations(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
+    if conversations:
+        conversations.tell(tokenizer)
+    data = data_settings(config, conversations and conversations.template_kwargs(tokenizer))
+    speaks = conversations is not None and conversations.users is not None
+    check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs), speaks)
+    roles = needed_roles(config, trainer_class.reads)
+    return Plan(config, trainer_class, roles, tokenizer, conversations, data)
+
+
+def check_algorithm(config: Config) -> None:
+    """Raises ConfigError unless estimator and policy loss exist, can be called, and are given what they need."""
+    algorithm, settings = config.algorithm, loss_settings(config)
+    name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    check_known(config, "algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY)
+    check_known(config, loss_key, settings.loss_mode, POLICY_LOSS_REGISTRY)
+    function, estimator = policy_loss_of(config).function, ADV_ESTIMATOR_REGISTRY[name]
+    check_accepts(loss_key, settings.loss_mode, function, settings.kwargs)
+    if estimator.__module__.startswith(("training.", "extras.")) or not accepts(estimator, "config"):
+        check_accepts("algorithm.adv_estimator", name, estimator, algorithm.adv_estimator_kwargs)
+    if name in NEEDS_GROUPS and samples < 2:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={samples}: algorithm.adv_estimator={name} compares the samples of one prompt "
+            "and needs at least 2 (8 is usual)."
+        )
+    if config.critic.enable is False and "values" in estimator_needs(name):
+        raise ConfigError(f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave that out.")
+    for stage in stages(config):
+        stage.check(config)
+    extra_kwargs = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
+    bind_policy_loss(function, TENSOR_ARGS, None, None, extra_kwargs, f"{loss_key}={settings.loss_mode}")
+
+
+def check_known(config: Config, key: str, name: str, registry: Registry) -> None:
+    """Raises ConfigError unless a function is registered as `name`, by the setting `key`, or an extra has it."""
+    if name not in registry:
+        check_present(registry.kind, name, key)
+        lowered, loaded = name.lower(), config.actor_rollout_ref.model.external_lib
+        is_recipe = lowered in options("recipe") and lowered not in registry
+        guess = f" Did you mean recipe={lowered}?" if is_recipe else did_you_mean(lowered, list(registry))
+        decorator = "register_adv_est" if registry is ADV_ESTIMATOR_REGISTRY else "register_policy_loss"
+        raise ConfigError(
+            f"{key}={name}: there is none of this name.{guess} There are {list(registry)}; one of yours stands under "
+            f"@{decorator}({name!r}) in a file that {LIB_KEY} names; it names {loaded or 'none'}."
+        )
+
+
+def check_accepts(key: str, name: str, function: Callable, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless the function that the setting `key` names accepts `kwargs`."""
+    if unknown := sorted(argument for argument in kwargs if not accepts(function, argument)):
+        raise ConfigError(f"{key}={name} takes no argument {unknown}: its kwargs are {dict(kwargs)}.")
+
+
+def check_roles(config: Config, trainer_reads: Collection[str] = ()) -> None:
+    """Has each role of a run check its settings; raises ConfigError, also for settings of a role that there is not."""
+    needed = needed_roles(config, trainer_reads)
+    with_section = [name for name, spec in ROLES.items() if not isinstance(spec.section, str)]
+    for name in config.roles.keys() - with_section:
+        raise ConfigError(f"roles.{name}: no role of this name has settings there.{did_you_mean(name, with_section)}")
+    if teaches(config) and not config.trainer.val_only and "ref" not in needed:
+        raise ConfigError(
+            f"{TEACHER_KEY}.path names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor."
+            "use_kl_loss=true or algorithm.use_kl_in_reward=true, or leave it out."
+        )
+    for spec in map(ROLES.get, needed):
+        if spec.section:
+            check_cuts(config, spec.settings(config), spec.key)
+
+
+def check_models(config: Config, trainer_reads: Collection[str]) -> None:
+    """Checks by the config.json of each model that it has the head, and positions for the longest sequence; then has
+    each role check the rest."""
+    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
+    for spec, key, model in models_of(config, trainer_reads):
+        model_config = load_model_config(model, model.path, key)
+        check_has_head(model_config, key, spec.head)
+        if spec.like_policy:
+            check_positions(model_config, longest, key, "data.max_prompt_length + data.max_response_length")
+    policy, key = config.policy_model, "actor_rollout_ref.model"
+    find("adapter", policy.adapter, key).check_settings(policy, key)
+    for name in needed_roles(config, trainer_reads):
+        ROLES[name].check(config)
+
+
+def check_goes_on(config: Config, chat: ChatFormat, has_users: bool) -> None:
+    """Raises ValueError if others speak after an answer, and the template drops what the answer thought."""
+    env = config.env
+    if has_users or (env.id is not None and env.mode == "episode" and env.history == "transcript"):
+        chat.check_keeps_thoughts("user")
