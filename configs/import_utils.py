@@ -207,21 +207,15 @@ def bind(
 
 
 def accepts(function: Callable, argument: str) -> bool:
-    """Says whether `function` can be given `argument` by name."""
-    parameters = inspect.signature(function).parameters
-    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def arguments_of_bases(cls: type) -> set[str] | None:
-    """Names the arguments of a class that its __init__ takes or, by **kwargs, hands on to those of its bases; None: it
-    takes any."""
-    names = set[str]()
-    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
-        parameters = inspect.signature(base.__init__).parameters
-        names |= parameters.keys()
-        if base is not object and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return names
-    return None
+    """Says whether `function`, or a class, can be given `argument` by name. What a class takes as **kwargs it hands on
+    to its bases, so they are asked."""
+    bases = function.__mro__ if isinstance(function, type) else ()
+    constructors = [base.__init__ for base in bases if "__init__" in vars(base) and base is not object]
+    for each in constructors or [function]:
+        parameters = inspect.signature(each).parameters
+        if argument in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return argument in parameters
+    return True
 
 
 def required_arguments(function: Callable) -> list[str]:

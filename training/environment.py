@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
 from configs.extras import find, has
-from configs.import_utils import arguments_of_bases, bind, load_extern_object, load_named
+from configs.import_utils import bind, load_extern_object, load_named
 from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, SuccessConfig
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
@@ -113,11 +113,9 @@ def data_settings(config: Config, tools: Mapping[str, Any] | None = None) -> Dat
 
 def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **sizes: int) -> Any:
     """Returns the dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py. It is
-    given the environment by position, and of all else what it, or a base behind **kwargs, names."""
+    given the environment by position, and of all else what it names."""
     cls = env_dataset_class(data)
-    offered, known = {"tokenizer": tokenizer, "config": data, **sizes}, arguments_of_bases(cls)
-    offered = {name: value for name, value in offered.items() if known is None or name in known}
-    key = f"data.custom_cls.name={cls.__name__}"
+    offered, key = {"tokenizer": tokenizer, "config": data, **sizes}, f"data.custom_cls.name={cls.__name__}"
     return bind(cls, offered, data.custom_cls.kwargs, key, positional={"environment": environment})()
 
 
