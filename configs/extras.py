@@ -110,6 +110,10 @@ TABLE: dict[str, dict[str, str]] = {
         **{name: f"extras.python.trainer:{name}" for name in ("Trainer", "GRPOTrainer", "PPOTrainer")},
         "TrainingConfig": "extras.python.objects:TrainingConfig",
         "CellProgress": "extras.python.notebook:CellProgress",
+        **{  # of data/tools.py
+            name: f"extras.tools.base:{name}"
+            for name in ("BaseTool", "FunctionTool", "ToolResponse", "ToolSchema", "function_tool", "schema_of_text")
+        },
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
     "source": {

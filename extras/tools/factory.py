@@ -15,8 +15,8 @@ from typing import Any
 
 from configs.import_utils import bind, load_named
 from data.chat import ChatFormat, as_text, encode_pieces
-from data.tools import KEY, FunctionTool
 from data.types import Reply, Row, check_text
+from extras.tools.base import KEY, FunctionTool
 from extras.tools.tool_episode import ToolEpisode, User
 from extras.tools.toolbox import Toolbox
 from workers.agents.episode import Episode

@@ -21,7 +21,7 @@ import yaml
 from configs.errors import first_line
 from configs.import_utils import load_named
 from configs.paths import find_path
-from data.tools import TOOL_MARK, BaseTool, FunctionTool, ToolResponse
+from extras.tools.base import TOOL_MARK, BaseTool, FunctionTool, ToolResponse
 
 FLAT_KEYS = ("name", "description", "parameters")
 ENTRY_KEYS = {"class_name", "function", "config", "tool_schema", "mcp", *FLAT_KEYS}

@@ -113,7 +113,10 @@ def test_a_user_that_raises_or_hangs_is_the_episodes_failure(write):
     ("text", "words"),
     [
         ("tools: []", "must hold one key, 'interaction'"),
-        ("interaction: [{class_name: data.tools.BaseTool}]", "must be a subclass of extras.interactions.base.BaseInt"),
+        (
+            "interaction: [{class_name: data.tools.BaseTool}]",
+            "must be a subclass of extras.interactions.base.BaseInt",
+        ),
         ("interaction: [{clas_name: x.Y}]", r"interaction\[0\] has the keys \['clas_name'\]"),
         (f"interaction: [{TWICE}, {TWICE}]", "Duplicate interaction name 'base' found in .*give each"),
         ("interaction: [{class_name: extras.interactions.endpoint.EndpointInteraction}]", "base_url is not set"),

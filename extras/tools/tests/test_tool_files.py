@@ -80,10 +80,19 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
         ("tools: [{config: {}}]", r"tools\[0\].class_name is None; it must name an object"),
         ("tools: [{class_name: C}]", r"tools\[0\].class_name is 'C'; it must name an object"),
         ("tools: [{class_name: no.such.Class}]", r"tools\[0\].class_name is 'no.such.Class': "),
-        ("tools: [{class_name: data.tools.Nothing}]", r"tools\[0\].class_name .* has no 'Nothing'; it has .*BaseTool"),
-        ("tools: [{class_name: data.tools.ToolResponse}]", "it must be a subclass of data.tools.BaseTool"),
+        (
+            "tools: [{class_name: data.tools.Nothing}]",
+            r"tools\[0\].class_name .* has no 'Nothing'; it has .*BaseTool",
+        ),
+        (
+            "tools: [{class_name: data.tools.ToolResponse}]",
+            "it must be a subclass of extras.tools.base.BaseTool",
+        ),
         ("tools: [{class_name: data.tools.BaseTool}]", "has no schema: give tool_schema in the yaml"),
-        ("tools: [{class_name: data.tools.BaseTool, config: {type: soap}}]", "config.type is 'soap'; it must be nativ"),
+        (
+            "tools: [{class_name: data.tools.BaseTool, config: {type: soap}}]",
+            "config.type is 'soap'; it must be nativ",
+        ),
         ("tools: [{config: {type: mcp}}]", r"tools\[0\].mcp is {}; it must have mcp_servers_config_path"),
         ("tools: [{class_name: data.tools.BaseTool, tool_schema: {type: function}}]", "not in OpenAI's format"),
         (f"tools: [{NAMED} parameters: {{type: list}}}}]", "must have type: object"),
