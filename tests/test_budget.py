@@ -41,7 +41,7 @@ CEILINGS = {
     "core lines": 16_980,
     "core files": 81,
     "product lines": 40_800,
-    "scripts and benchmarks": 3_828,
+    "scripts and benchmarks": 3_940,
     "names in training/": 19,
     "names in workers/": 24,
     "names in data/": 16,
@@ -54,7 +54,7 @@ CEILINGS = {
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 40_580,
+    "test lines": 40_640,
 }
 
 
