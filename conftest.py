@@ -28,6 +28,7 @@ NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which
     "tests/test_multiturn.py": ("report", "sft", "tools"),
     "tests/test_prime_script.py": ("prime", "report", "sft"),
     "tests/test_quickstart.py": ("report", "sft"),
+    "tests/test_reward_template.py": ("rules", "sandbox", "try_reward"),
     "tests/test_smollm2.py": ("report", "sft"),
     "tests/test_vs_trl.py": ("kernels", "report"),
 }

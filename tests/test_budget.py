@@ -41,7 +41,7 @@ CEILINGS = {
     "core lines": 16_980,
     "core files": 83,
     "product lines": 40_800,
-    "scripts and benchmarks": 3_770,
+    "scripts and benchmarks": 3_940,
     "names in training/": 20,
     "names in workers/": 25,
     "names in data/": 16,
@@ -54,7 +54,7 @@ CEILINGS = {
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 40_500,
+    "test lines": 40_640,
 }
 
 

@@ -49,9 +49,10 @@ READS_A_RUN = ("extras.report.show_episodes", "extras.merge.__main__")  # comman
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository whose modules are compiled: each command imports those of its own copy."""
     folder = tmp_path_factory.mktemp("compiled")
-    for name in ("configs", "custom", "data", "extras", "scripts", "training", "workers"):
+    for name in ("configs", "custom", "data", "examples", "extras", "scripts", "training", "workers"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy2(ROOT / "main.py", folder)
+    for file in (ROOT / "main.py", *ROOT.glob("requirements*.txt")):
+        shutil.copy2(file, folder)
     compileall.compile_dir(folder, quiet=1)
     return folder
 
