@@ -136,6 +136,32 @@ def test_without_a_run_scores_of_tokens_are_summed_and_what_is_not_scored_is_nan
         asyncio.run(awaited(lambda response: 1 / 0))
 
 
+A, B, HELPER = (f"def {name}(response): return 1.0\n" for name in ("a", "b", "_helper"))
+NO_FORM, IMPORTED = "def c(text): return 1.0\n", "from examples.reversal import compute_score\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        (A + HELPER + NO_FORM, "a"),
+        (A + "def compute_reward(prompt, response): return 0.0", "compute_reward"),
+        (IMPORTED + A, "compute_score"),
+        (A + B + HELPER + NO_FORM, r"has no compute_score: set reward.custom_reward_function.name to one .*, a, b\."),
+        (NO_FORM, r"has no compute_score: set reward.custom_reward_function.name to one of its functions, c\."),
+    ],
+)
+def test_a_file_alone_gives_its_only_reward_or_lists_its_functions(tmp_path, capfd, text, chosen):
+    (tmp_path / "mine.py").write_text(text)
+    config = RewardConfig(RewardFunctionConfig(str(tmp_path / "mine.py")), **HERE)
+    if "set reward" in chosen:
+        with pytest.raises(ConfigError, match=chosen):
+            load_reward_manager(config, TOKENIZER, None)
+        return
+    assert load_reward_manager(config, TOKENIZER, None).function.__name__ == chosen
+    is_told = f"its function {chosen} scores (reward.custom_reward_function.name={chosen})" in capfd.readouterr().err
+    assert is_told == (chosen != "compute_score")
+
+
 def test_a_function_is_given_what_it_names_and_verls_four_by_kwargs():
     given = []
     columns = {"prompts": ["p"], "responses": ["r"], "ground_truths": ["g"], "data_source": ["d"], "extra_info": [{}]}
