@@ -32,6 +32,16 @@ Keys = Iterable[str] | None
 AUTO_PADDING = "_verl_auto_padding"  # in meta_info of a batch that may be cut into pieces of unequal size
 
 
+class ObjectColumn(np.ndarray):
+    """An object column as it is read: true if it has rows, like a list. Results, as of ==, are numpy's plain arrays."""
+
+    def __bool__(self) -> bool:
+        return self.size > 0 if self.dtype == object else super().__bool__()
+
+    def __array_wrap__(self, result: np.ndarray, context: Any = None, return_scalar: bool = False) -> Any:
+        return result[()] if return_scalar else result
+
+
 @dataclass(eq=False)
 class _Columns:
     """The three fields of a batch, or of one row of it: columns read as attributes, and pickling."""
@@ -45,11 +55,18 @@ class _Columns:
         """The tensor columns, in a dict of their own."""
         return {} if self.batch is None else dict(self.batch.items())
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors; without tensors, the CPU."""
+        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the column called `name`, or `default`. Where both kinds have the name, it is the object column: a
         reward reads texts as data.responses, and their token ids as data.batch["responses"].
         """
-        return self.non_tensor_batch.get(name, self.tensors.get(name, default))
+        column = self.non_tensor_batch.get(name, self.tensors.get(name, default))
+        is_objects = isinstance(column, np.ndarray) and column.dtype == object
+        return column.view(ObjectColumn) if is_objects else column
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors or name in self.non_tensor_batch
@@ -66,7 +83,7 @@ class _Columns:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__:  # the next slice would lose it
-            raise AttributeError(f"columns are read as attributes but written as data.batch[{name!r}] = tensor")
+            raise AttributeError(f"columns are written as data.batch[{name!r}] = tensor, objects in non_tensor_batch")
         super().__setattr__(name, value)
 
     def __getstate__(self) -> tuple:
@@ -355,10 +372,8 @@ def _union(target: MutableMapping, new: MutableMapping, equal: Callable[[Any, An
 
 def _deep_equal(a: Any, b: Any) -> bool:
     """Compares types and values, NaN equal to NaN, arrays element by element."""
-    if type(a) is not type(b):
-        return False
-    if not isinstance(a, np.ndarray):
-        return a is b or bool(a == b or (a != a and b != b))
+    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+        return type(a) is type(b) and (a is b or bool(a == b or (a != a and b != b)))
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.dtype != object:

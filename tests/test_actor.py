@@ -30,6 +30,7 @@ from tests.batches import (
 )
 from tests.batches import relative_distance as distance
 from tests.runs import compose, needs_algorithms, short_run
+from training import core_algos
 from training.core_algos import agg_loss, get_policy_loss, get_policy_loss_fn, kl_penalty, register_policy_loss
 from training.losses import CLIPPED
 from training.mini_batches import PolicyUpdates, learning_rows
@@ -134,6 +135,19 @@ def test_scores_are_those_of_each_row_alone(policy: PreTrainedModel):
                     found[policys], column[policys[: len(ids) - prompt]], rtol=1e-5, atol=1e-7 if "pi" in name else 1e-5
                 )
                 assert found.dtype == torch.float32 and not found[~policys].any()
+
+
+def test_a_loss_of_the_forward_by_hand_has_the_gradient_of_an_update(policy: PreTrainedModel):
+    config, batch = ActorConfig(optim=OptimConfig(clip_grad=1e9)), ragged_batch()
+    batch.batch = batch.batch.exclude("rollout_is_weights")
+    actor = make_actor(policy, config)
+    log_probs = actor.forward(batch, TEMPERATURE)
+    torch.testing.assert_close(log_probs.detach(), old_log_probs(policy, batch))
+    loss, _ = core_algos.compute_ppo_loss(batch.old_log_probs, log_probs, batch.advantages, batch.response_mask)
+    loss.backward()
+    metrics, gradient, _ = update(make_actor(policy, config), batch)
+    assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert distance([parameter.grad for parameter in actor.engine.module.parameters()], gradient) < 1e-5
 
 
 @pytest.mark.parametrize(("mini_batch_size", "updates"), [(4, 1), (2, 2), (3, 2)])

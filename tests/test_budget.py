@@ -38,9 +38,9 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 16_980,
+    "core lines": 17_100,
     "core files": 83,
-    "product lines": 40_800,
+    "product lines": 40_930,
     "scripts and benchmarks": 3_940,
     "names in training/": 20,
     "names in workers/": 25,
@@ -54,7 +54,7 @@ CEILINGS = {
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 40_640,
+    "test lines": 40_690,
 }
 
 

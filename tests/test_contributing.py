@@ -137,7 +137,8 @@ MISTAKES = {
         "Lamps-v0 raised ValueError: step returned (", "not observation, reward, terminated, truncated, info",
     ),
     "a reward that is not there": (
-        "A reward", "def compute_score", "def score", "my_reward.py has no 'compute_score'; it has score",
+        "A reward", "def compute_score(data_source, solution_str,", "def score(answer,",
+        "my_reward.py has no compute_score: set reward.custom_reward_function.name to one of its functions, score",
     ),
     "a logger that is not there": (
         "A logger", "my_logger.py:CsvLogger]", "my_logger.py:CsvLoger]", "my_logger.py has no 'CsvLoger'",

@@ -12,7 +12,7 @@ from configs.schema import AGGREGATION_MODES
 from tests.batches import close
 from tests.runs import needs_algorithms
 from training import core_algos
-from training.core_algos import agg_loss, get_adv_estimator_fn, get_kl_controller, kl_penalty
+from training.core_algos import agg_loss, estimate_advantages, get_adv_estimator_fn, get_kl_controller, kl_penalty
 from training.core_algos import compute_grpo_outcome_advantage as grpo
 
 NAN = math.nan
@@ -219,3 +219,45 @@ class TestKL:
         for kl, samples, value in ((9, 256, 0.201024), (6.3, 256, 0.20128131072), (0, 10000, 0.8 * 0.20128131072)):
             adaptive.update(kl, samples)
             assert adaptive.value == pytest.approx(value, abs=1e-12)
+
+
+class TestByHand:
+    mask = torch.ones(1, 2)
+
+    @pytest.mark.parametrize(
+        ("settings", "wanted"),
+        [
+            ({}, (-1.2 - 0.5) / 2),  # the clip holds the first back; the second may fall
+            ({"clip_ratio": 0.4}, (-1.4 - 0.5) / 2),
+            ({"clip_ratio_high": 0.6, "loss_agg_mode": "token-sum"}, -1.5 - 0.5),
+        ],
+    )
+    def test_ppos_loss(self, settings, wanted):
+        log_probs = torch.tensor([[1.5, 0.5]]).log()
+        loss, metrics = core_algos.compute_ppo_loss(0 * self.mask, log_probs, self.mask, self.mask, **settings)
+        close(loss, wanted)
+        close(metrics["actor/ppo_kl"], -math.log(0.75) / 2)
+
+    def test_advantages_of_rewards_for_tokens_or_responses(self):
+        values = torch.tensor([[0.5, 0.25]])  # TD errors 0.5 · 0.25 - 0.5 and 1 - 0.25
+        for rewards in (torch.tensor([[0.0, 1.0]]), torch.tensor([1.0])):
+            advantages, returns = estimate_advantages(rewards, values, self.mask, gamma=0.5, lam=0.5)
+            close(returns, [[0.5 - 0.375 + 0.25 * 0.75, 1.0]])
+            close(advantages, [[-math.sqrt(0.5), math.sqrt(0.5)]])
+        needs = {"adv_estimator": "grpo", "index": ["a", "b", "a", "b"], "norm_adv_by_std_in_grpo": False}
+        close(estimate_advantages(torch.tensor([1.0, 3.0, 0.0, 3.0]), **needs)[0], [[0.5], [0], [-0.5], [0]])
+        for arguments, words in ({}, "=gae: .*'values'"), (needs | {"idx": []}, "=grpo: .*'idx'"):
+            with pytest.raises(ValueError, match=words):
+                estimate_advantages(self.mask, **arguments)
+
+    @pytest.mark.usefixtures("restored_registries")
+    def test_a_registered_estimator_is_given_what_it_names(self):
+        core_algos.register_adv_est("mine")(
+            lambda rewards, dones, gae_lambda, bonus: (gae_lambda * rewards + bonus, dones)
+        )
+        pair = estimate_advantages(torch.ones(1), None, self.mask, lam=0.5, adv_estimator="mine", bonus=2)
+        assert [part.tolist() for part in pair] == [[[2.0, 2.5]], [[0.0, 1.0]]]
+
+    @pytest.mark.parametrize(("kind", "wanted"), [({}, "k1"), ({"kind": "k3"}, "k3")])
+    def test_the_kl_of_tokens(self, kind, wanted):
+        close(core_algos.compute_kl_penalty(TestKL.logprob, TestKL.ref_logprob, **kind), KL[wanted][0])

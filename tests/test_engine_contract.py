@@ -331,6 +331,8 @@ def test_completions_come_in_the_order_of_the_requests(bench: Bench):
         assert [(done.id, done.token_ids) for done in found] == [(row, alone[row]) for row in order]
         assert all(len(done.token_ids) == len(done.log_probs) for done in found)
     assert not bench.engine.has_unfinished_requests() and bench.engine.step() == []
+    texts = bench.engine.inference(PROMPTS)
+    assert texts == bench.engine.inference(PROMPTS) and len(texts) == len(PROMPTS) and all(texts)
 
 
 @every_engine

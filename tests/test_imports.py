@@ -22,7 +22,7 @@ NAMES = {
     "configs.loader": ["load_config"], "configs.schema": ["Config"], "custom.env_dataset": ["CustomEnvDataset"],
     "custom.env_wrapper": ["ENVIRONMENTS", "EnvState", "TextEnv"], "custom.reward_manager": ["CustomRewardManager"],
     "custom.tiny_model": ["build_model", "build_tokenizer", "save_tiny_model"], "data.padding": ["Sample", "collate"],
-    "data.protocol": ["DataProto"], "data.rl_dataset": ["RLHFDataset"], "data.rows": ["read_rows"],
+    "data.protocol": ["DataProto"], "data.rl_dataset": ["RLHFDataset", "collate_fn"], "data.rows": ["read_rows"],
     "data.sampler": ["AbstractSampler"], "data.tool_parsers": ["ToolParser"],
     "data.tools": ["BaseTool", "ToolResponse", "function_tool"], "data.types": ["Observer"],
     "extras.datagen.dataset": ["DynamicGenDataset"], "extras.evaluation.main_eval": ["main"],
@@ -33,16 +33,18 @@ NAMES = {
     "extras.sft.trainer": ["run"], "extras.verl.managers": ["register"],
     "extras.verl.numerics": ["get_seqlen_balanced_partitions"],
     "training.core_algos": ["agg_loss", "compute_grpo_outcome_advantage", "compute_policy_loss_vanilla",
-        "register_adv_est", "register_policy_loss"],
+        "compute_kl_penalty", "compute_ppo_loss", "estimate_advantages", "register_adv_est", "register_policy_loss"],
     "training.metric_utils": ["compute_step_metrics", "reduce_metrics"], "training.preparation": ["prepare"],
-    "training.ray_trainer": ["RayPPOTrainer"], "training.reward": ["compute_reward"],
+    "training.ray_trainer": ["RayPPOTrainer"],
+    "training.reward": ["compute_reward", "compute_reward_async"],
     "workers.dp_actor": ["DataParallelPPOActor"], "workers.dp_critic": ["DataParallelPPOCritic"],
     "workers.rollout": ["Completion", "Request", "Rollout"],
+    "workers.vllm_rollout_spmd": ["VLLMRolloutSPMD", "vLLMRollout"],
 }  # fmt: skip
 BY_PATH = (
     "extras.curriculum.curriculum", "extras.interactions.gsm8k", "extras.interactions.scripted",
     "extras.pf_ppo.stage", "extras.rollout_correction.correction", "extras.sandbox.tool", "extras.tools.calculator",
-    "extras.tools.gsm8k", "extras.tools.search", "extras.verl.compat", "workers.vllm_rollout_spmd",
+    "extras.tools.gsm8k", "extras.tools.search", "extras.verl.compat",
 )  # fmt: skip
 COMMAND = re.compile(r"python -m ([a-z_][\w.]*)")
 

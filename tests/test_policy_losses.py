@@ -322,7 +322,7 @@ def test_a_loss_is_given_what_it_takes_in_every_form():
 
     def note(old, new, advantages, mask, **rest):
         given.update(rest)
-        return new.sum(), {"own/tensor": new.mean(), "own/flag": True}
+        return (new * mask).sum(), {"own/tensor": new.mean(), "own/flag": True}
 
     def by_place(old, new, advantages, mask, mode, *, config, scale):
         return note(old, new, advantages, mask, by_place=mode, config=config, scale=scale)
@@ -333,17 +333,28 @@ def test_a_loss_is_given_what_it_takes_in_every_form():
     def no_mode(old, new, advantages, mask, scale=1.0):
         return note(old, new, advantages, mask, scale=scale)
 
+    def rest_by_name(old, new, advantages, **rest):
+        return note(old, new, advantages, rest.pop("response_mask"), **rest)
+
+    def mask_by_name(old, new, advantages, *, response_mask, scale):
+        return note(old, new, advantages, response_mask, scale=scale)
+
     config = ReadableNamespace(clip_ratio=0.2)
+    whole = {"loss_agg_mode": "token-sum", "config": config, "scale": 3}
     for function, wanted in (
         (by_place, {"by_place": "token-sum", "config": config, "scale": 3}),
         (by_text, {"by_text": "token-sum", "scale": 3}),
         (no_mode, {"scale": 3}),
-        (note, {"loss_agg_mode": "token-sum", "config": config, "scale": 3}),
+        (note, whole),
+        (rest_by_name, whole),
+        (mask_by_name, {"scale": 3}),
     ):
         given.clear()
         _, metrics = call_policy_loss(function, ROWS, "token-sum", config, {"scale": 3})
         assert given == wanted and metrics == {"own/tensor": -1.5, "own/flag": 1.0}
     given.clear()
+    with pytest.raises(ValueError, match=r"too many positional arguments.* response_mask by position"):
+        call_policy_loss(lambda old, new, advantages: None, ROWS, "token-sum", config, {})
     call_policy_loss(no_mode, ROWS, "token-sum", config, {})
     assert given == {"scale": 1.0}, "a fifth argument with a number for a default is no mode"
     assert config.get("clip_ratio") == config["clip_ratio"] == 0.2 and config.get("none", 1) == 1

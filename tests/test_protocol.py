@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from data.protocol import DataProto, DataProtoItem, object_array, union_numpy_dict
+from data.protocol import DataProto, DataProtoItem, ObjectColumn, object_array, union_numpy_dict
 
 few = settings(max_examples=40, deadline=None)
 sizes = st.integers(0, 9)
@@ -132,7 +132,7 @@ def test_length_in_every_shape():
 def test_short_scripts_read_columns_as_attributes():
     data = DataProto.from_single_dict({"responses": ["answer: 42"] * 4, "ground_truths": ["42"] * 4})
     assert [r.split(": ")[1] == g for r, g in zip(data.responses, data.ground_truths, strict=True)] == [True] * 4
-    assert data.get("ground_truths", None) is data.ground_truths
+    assert data.get("ground_truths", None).tolist() == data.ground_truths.tolist() == ["42"] * 4
     assert data.get("missing", "default") == "default"
     assert len(data.batch) == len(data) == 4
     assert data.meta_info == {}
@@ -140,10 +140,31 @@ def test_short_scripts_read_columns_as_attributes():
     assert "missing" not in data
     with pytest.raises(AttributeError, match=r"no column 'reward'; there are \['responses', 'ground_truths'\]"):
         _ = data.reward
-    with pytest.raises(AttributeError, match=r"data\.batch\['rewards'\] = tensor"):
+    with pytest.raises(AttributeError, match=r"data\.batch\['rewards'\] = tensor, objects in non_tensor_batch"):
         data.rewards = torch.zeros(4)
     assert [row.responses for row in data] == ["answer: 42"] * 4
     assert_same(data.clone(), data)
+
+
+def test_an_object_column_is_true_if_it_has_rows_and_else_an_array_of_numpys():
+    data = make(3)
+    label = data.label
+    assert label and data.get("label") and data[:1].label and not data[:0].label and not data.get("none", [])
+    equal = label == ["r1"]
+    assert type(equal) is np.ndarray and label[np.array([2, 0])].tolist() == [["r2"] * 2, []] and label[1:]
+    for numbers in (equal, data.number, object_array([0, 1]).view(ObjectColumn).astype(int)):
+        with pytest.raises(ValueError, match="truth value of an array"):
+            bool(numbers)
+    assert (type((label == label).all()), type(data[:2].label.sum())) == (np.bool_, list)
+    assert pickle.loads(pickle.dumps(label)).tolist() == np.concatenate([label[:1], label[1:]]).tolist()
+    data.non_tensor_batch["again"] = label
+    whole = DataProto.concat([data[:1], pickle.loads(pickle.dumps(data))[1:]])
+    assert_same(DataProto.from_dict(None, {"again": data.non_tensor_batch["label"]}).union(whole), whole)
+
+
+def test_a_batch_is_where_its_tensors_are():
+    assert make(2).device == DataProto.from_single_dict({"a": ["b"]}).device == torch.device("cpu")
+    assert make(2).to("meta").device == make(2).to("meta")[0].device == torch.device("meta")
 
 
 def test_clone_owns_its_columns_and_meta_info():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import training.reward
 from configs import errors
 from configs.errors import ConfigError
 from configs.extras import has
@@ -45,6 +46,15 @@ def compute_reward(data, tokenizer=None, weight=1.0, **kwargs):
     truths = data.get("ground_truths", [None] * len(data.batch))
     return torch.tensor([weight * (text.split()[-1] == truth) for text, truth in zip(data.responses, truths)])
 """
+PER_BATCH_IN_A_LOOP = """
+import torch
+def compute_reward(data, tokenizer=None, weight=1.0):
+    truths, rewards = data.get("ground_truths"), torch.zeros(len(data.batch), device=data.device)
+    for i, text in enumerate(data.responses):
+        truth = truths[i] if truths else None
+        rewards[i] = weight * (text.split()[-1] == truth)
+    return rewards
+"""
 PER_BATCH_ASYNC = PER_BATCH.replace("def compute", "async def compute")
 PER_LISTS = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
@@ -61,6 +71,7 @@ FILES = {
     "per sample": ("compute_score", PER_SAMPLE),
     "per sample, async": ("compute_score", PER_SAMPLE_ASYNC),
     "per batch": ("compute_reward", PER_BATCH),
+    "per batch, in a loop": ("compute_reward", PER_BATCH_IN_A_LOOP),
     "per batch, async": ("compute_reward", PER_BATCH_ASYNC),
     "per lists": ("compute_score", PER_LISTS),
     "per lists, async": ("compute_score", PER_LISTS_ASYNC),
@@ -105,8 +116,50 @@ def test_every_form_works_alone_and_in_a_run_and_is_given_its_kwargs(tmp_path, f
     assert alone == [0.5, 0.0]
     labels = [{"style": "rule", "ground_truth": "4"}] * 2
     batch = rollout("4", "5", reward_model=labels, data_source=["sums"] * 2, extra_info=[{}] * 2)
+    assert training.reward.compute_reward(ALONE, reward.function).tolist() == [1.0, 0.0], "without a run"
+    assert training.reward.compute_reward_async(batch, reward, tokenizer=TOKENIZER).result().tolist() == [0.5, 0.0]
     scores = add_scores(batch, reward, TOKENIZER).token_level_scores
     assert scores.sum(1).tolist() == [0.5, 0.0]
+
+
+def test_without_a_run_scores_of_tokens_are_summed_and_what_is_not_scored_is_nan():
+    of_tokens = training.reward.compute_reward(rollout("4", "5"), lambda data: torch.ones(2, 8), TOKENIZER)
+    assert of_tokens.tolist() == [8.0, 8.0]
+    scores = training.reward.compute_reward(ALONE, lambda response: None if "no" in response else 2)
+    assert scores[0] == 2 and scores[1].isnan()
+
+    async def awaited(reward):
+        return await asyncio.wrap_future(training.reward.compute_reward_async(ALONE, reward))
+
+    assert asyncio.run(awaited(lambda response: 3.0)).tolist() == [3.0, 3.0]
+    with pytest.raises(RuntimeError, match=rf"raised ZeroDivisionError.*{re.escape(__file__)}"):
+        asyncio.run(awaited(lambda response: 1 / 0))
+
+
+A, B, HELPER = (f"def {name}(response): return 1.0\n" for name in ("a", "b", "_helper"))
+NO_FORM, IMPORTED = "def c(text): return 1.0\n", "from examples.reversal import compute_score\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        (A + HELPER + NO_FORM, "a"),
+        (A + "def compute_reward(prompt, response): return 0.0", "compute_reward"),
+        (IMPORTED + A, "compute_score"),
+        (A + B + HELPER + NO_FORM, r"has no compute_score: set reward.custom_reward_function.name to one .*, a, b\."),
+        (NO_FORM, r"has no compute_score: set reward.custom_reward_function.name to one of its functions, c\."),
+    ],
+)
+def test_a_file_alone_gives_its_only_reward_or_lists_its_functions(tmp_path, capfd, text, chosen):
+    (tmp_path / "mine.py").write_text(text)
+    config = RewardConfig(RewardFunctionConfig(str(tmp_path / "mine.py")), **HERE)
+    if "set reward" in chosen:
+        with pytest.raises(ConfigError, match=chosen):
+            load_reward_manager(config, TOKENIZER, None)
+        return
+    assert load_reward_manager(config, TOKENIZER, None).function.__name__ == chosen
+    is_told = f"its function {chosen} scores (reward.custom_reward_function.name={chosen})" in capfd.readouterr().err
+    assert is_told == (chosen != "compute_score")
 
 
 def test_a_function_is_given_what_it_names_and_verls_four_by_kwargs():

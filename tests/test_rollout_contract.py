@@ -64,6 +64,14 @@ def test_the_columns_of_a_rollout_by_hand(tokenizer: PreTrainedTokenizerBase):
         assert prompts.batch is None, "the prompts are the caller's"
 
 
+@pytest.mark.parametrize("engine_class", [Generating, Stepping])
+def test_texts_messages_and_ids_are_answered_without_a_run(tokenizer: PreTrainedTokenizerBase, engine_class):
+    engine, prompts = made(engine_class, tokenizer), [[9], "12", [{"role": "user", "content": "1"}]]
+    assert [done.token_ids for done in engine.batch_generation(prompts)] == [[70], [70, 71], [70, 71, 72]]
+    texts = [tokenizer.decode([70, 71, 72][:count]) for count in (1, 2, 3)]
+    assert engine.inference(prompts) == texts and engine.inference("12") == texts[1:2]
+
+
 def test_seeds_of_rows_depend_on_their_place_in_the_whole(tokenizer: PreTrainedTokenizerBase):
     """Equal seeds make the draws of a batch the same over any number of workers."""
     asked: list[Request] = []

@@ -20,8 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.extras import Registry
+from configs.import_utils import bind
+from configs.schema import ActorConfig
+from data.padding import last_token
 from training.losses import *  # noqa: F403  (verl's import path)
-from training.losses import Pair, key_of, masked_whiten, zero_masked
+from training.losses import Pair, ReadableNamespace, get_policy_loss_fn, key_of, kl_penalty, masked_whiten, zero_masked
 
 AdvEstimatorFn = Callable[..., Pair]
 Labels = Sequence[Hashable] | np.ndarray | Tensor  # [B], the prompt of each row
@@ -210,3 +213,41 @@ def compute_grpo_outcome_advantage(
 
 # The built-in names; user-registered estimators are plain strings beside them.
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})
+
+
+# By hand, without a run
+
+
+def compute_ppo_loss(
+    old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, response_mask: Tensor, **settings: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss "vanilla" of tensors [B, R], and its metrics; `settings` are actor_rollout_ref.actor's, such as
+    clip_ratio=0.2 and loss_agg_mode="token-mean"."""
+    actor = ReadableNamespace(**vars(ActorConfig(**settings)), global_batch_info={})
+    tensors = old_log_probs, log_probs, advantages, response_mask
+    return get_policy_loss_fn("vanilla")(*tensors, actor.loss_agg_mode, actor)
+
+
+def estimate_advantages(
+    rewards: Tensor,
+    values: Tensor | None = None,
+    response_mask: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    adv_estimator: str = "gae",
+    **needs: Any,
+) -> Pair:
+    """Returns (advantages, returns), [B, R], by a registered estimator; `needs`: further arguments, as GRPO's index.
+
+    Rewards are those of tokens, [B, R], or of responses, [B], each put on its last token.
+    """
+    mask = torch.ones_like(rewards).view(len(rewards), -1) if response_mask is None else response_mask
+    rewards = rewards if rewards.ndim == 2 else rewards[:, None] * last_token(mask)
+    offered = {"token_level_rewards": rewards, "rewards": rewards, "response_mask": mask, "dones": last_token(mask)}
+    offered |= {"gamma": gamma, "lam": lam, "gae_lambda": lam} | ({} if values is None else {"values": values})
+    return bind(get_adv_estimator_fn(adv_estimator), offered, needs, f"adv_estimator={adv_estimator}")()
+
+
+def compute_kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "kl") -> Tensor:
+    """Estimates the KL to the reference of each token, [B, R]; `kl_penalty_forward` has the kinds."""
+    return kl_penalty(log_probs, ref_log_probs, kind)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from configs.extras import Registry
-from configs.import_utils import bind, callable_name
+from configs.import_utils import accepts, bind, callable_name
 from configs.schema import AGGREGATION_MODES
 from configs.settings import Readable
 
@@ -235,16 +235,14 @@ def token_loss(mode: str | None = None, default: str = "token-mean") -> Callable
     return decorate
 
 
-CLIPPED = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")  # 0 where the advantage is, so exact without such rows
+CLIP_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")  # in the order of verl's older losses
+CLIPPED = CLIP_METRICS[::2]  # 0 where the advantage is, so exact without such rows
 
 
 def clip_metrics(log_ratio: Tensor, clipped: Tensor | None = None, lower: Tensor | None = None) -> dict[str, Tensor]:
     zeros = torch.zeros_like(log_ratio)
-    return {
-        "actor/pg_clipfrac": zeros if clipped is None else clipped,
-        "actor/ppo_kl": -log_ratio,
-        "actor/pg_clipfrac_lower": zeros if lower is None else lower,
-    }
+    values = zeros if clipped is None else clipped, -log_ratio, zeros if lower is None else lower
+    return dict(zip(CLIP_METRICS, values, strict=True))
 
 
 def clip_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Pair:
@@ -374,7 +372,6 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
 # How a loss is called
 
 TENSOR_ARGS = ("old_log_probs", "log_probs", "advantages", "response_mask")  # by position, so any names will do
-OLDER_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")  # verl's, before losses gave a dict
 
 
 class ReadableNamespace(Readable, SimpleNamespace):
@@ -382,22 +379,21 @@ class ReadableNamespace(Readable, SimpleNamespace):
 
 
 def bind_policy_loss(
-    function: Callable,
-    tensors: Sequence[Any],
-    loss_agg_mode: Any,
-    config: Any,
-    extra_kwargs: dict[str, Any],
-    key: str = "the policy loss",
+    function: Callable, tensors: Sequence[Any], loss_agg_mode: Any, config: Any, extra_kwargs: dict[str, Any], key: str
 ) -> Callable[[], Any]:
-    """Binds a loss to the `tensors` of `TENSOR_ARGS` by position, to `loss_agg_mode` (also as a fifth argument of any
-    name) and `config` if it accepts them, and to `extra_kwargs`: rollout_is_weights and policy_loss.kwargs."""
+    """Binds a loss to the `tensors` of `TENSOR_ARGS` by position, or by name where it has no position for one, as with
+    **kwargs; to `loss_agg_mode` (also as a fifth argument of any name) and `config` if it accepts them, and to
+    `extra_kwargs`: rollout_is_weights and policy_loss.kwargs."""
     positional = dict(zip(TENSOR_ARGS, tensors, strict=True))
     parameters = inspect.signature(function).parameters.values()
-    optional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][len(TENSOR_ARGS) :]
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name, optional = TENSOR_ARGS[len(by_position) :], by_position[len(TENSOR_ARGS) :]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters) or not all(accepts(function, name) for name in by_name):
+        by_name = ()
+    offered = {name: positional.pop(name) for name in by_name} | {"loss_agg_mode": loss_agg_mode, "config": config}
     has_mode = optional and (optional[0].default is optional[0].empty or isinstance(optional[0].default, str))
     if has_mode and optional[0].name not in ("config", "rollout_is_weights", *extra_kwargs):
         positional["loss_agg_mode"] = loss_agg_mode
-    offered = {"loss_agg_mode": loss_agg_mode, "config": config}
     settings = "rollout_is_weights and policy_loss.kwargs"
     return bind(function, offered, extra_kwargs, key, positional=positional, settings=settings)
 
@@ -405,7 +401,7 @@ def bind_policy_loss(
 @cache
 def arguments_of(function: Callable, extra: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
     """Returns how many arguments `bind_policy_loss` gives a loss by position, and which by name."""
-    bound = bind_policy_loss(function, TENSOR_ARGS, None, None, dict.fromkeys(extra))
+    bound = bind_policy_loss(function, TENSOR_ARGS, None, None, dict.fromkeys(extra), "the policy loss")
     return len(bound.args), tuple(bound.keywords)
 
 
@@ -416,14 +412,14 @@ def call_policy_loss(
 
     Raises:
         ValueError: it returned anything but a loss that depends on the log-probs, and a dict of numbers, or verl's
-            older four values: the loss, and `OLDER_METRICS`.
+            older four values: the loss, and `CLIP_METRICS`.
     """
     n_positional, names = arguments_of(function, (*extra_kwargs,))
-    keywords = {"loss_agg_mode": loss_agg_mode, "config": config} | extra_kwargs
+    keywords = dict(zip(TENSOR_ARGS, tensors, strict=True), loss_agg_mode=loss_agg_mode, config=config) | extra_kwargs
     result = function(*(*tensors, loss_agg_mode)[:n_positional], **{name: keywords[name] for name in names})
     parts = list(result) if isinstance(result, tuple | list) else [result]
-    if len(parts) == 1 + len(OLDER_METRICS):
-        parts = [parts[0], dict(zip(OLDER_METRICS, parts[1:], strict=True))]
+    if len(parts) == 1 + len(CLIP_METRICS):
+        parts = [parts[0], dict(zip(CLIP_METRICS, parts[1:], strict=True))]
     if problem := problem_of(parts, learns=tensors[1].requires_grad):
         raise ValueError(
             f"the policy loss {callable_name(function)} returned {problem}; it must return the loss, a tensor of "

@@ -12,6 +12,7 @@ import numbers
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import itemgetter
@@ -191,7 +192,7 @@ def add_scores(
     results = take_brought(batch) if BROUGHT in batch else [None] * len(batch)
     if rows := [row for row, result in enumerate(results) if result is None]:
         view = reward_view(batch if len(rows) == len(batch) else batch.select_idxs(rows), tokenizer)
-        scored = compute_reward(view, manager, config, mask.shape[1])
+        scored = score_view(view, manager, config, mask.shape[1])
         if clashing := [key for key in extra_columns(scored) if key in batch]:
             raise ValueError(f"the reward {name} returned the keys {clashing}, which are columns of the batch already.")
         for row, result in zip(rows, scored, strict=True):
@@ -212,7 +213,7 @@ def take_brought(batch: DataProto) -> list[Scored | None]:
     return [None if score is None else Scored(score, info or {}) for score, info in pairs]
 
 
-def compute_reward(view: DataProto, manager: RewardManager, config: ScoringConfig, width: int = 1) -> list[Result]:
+def score_view(view: DataProto, manager: RewardManager, config: ScoringConfig, width: int = 1) -> list[Result]:
     """Scores the rows of a `reward_view`, whose responses are `width` tokens wide. Raises as `add_scores`."""
     name = reward_name(manager)
     results = read_results(call_manager(manager, view), (len(view), width), name)
@@ -367,3 +368,23 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
             reducers, column = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}, np.array(values, float)
             metrics |= {f"reward/{name}/{kind}": float(reduce(column)) for kind, reduce in reducers.items()}
     return metrics
+
+
+# Without a run
+
+
+def compute_reward(data: DataProto, reward_fn: Callable, tokenizer: PreTrainedTokenizerBase | None = None) -> Tensor:
+    """Scores responses by a reward in any form of docs/rewards.md: [B] float32, NaN for one that it cannot score.
+
+    `data.responses` are texts; those of rollouts are token ids, which `tokenizer` decodes. Scores of tokens are summed.
+    """
+    config, is_rollout = ScoringConfig(), "responses" in data.tensors
+    view, width = (reward_view(data, tokenizer), data.responses.shape[1]) if is_rollout else (data, 1)
+    results = score_view(view, find("reward", "object")(reward_fn, config, tokenizer), config, width)
+    scores = [torch.as_tensor(result.score if isinstance(result, Scored) else torch.nan) for result in results]
+    return torch.tensor([score.sum() for score in scores])
+
+
+def compute_reward_async(*arguments: Any, **keywords: Any) -> Future[Tensor]:
+    """Starts `compute_reward` in a thread: `.result()` waits for it, in async code `await asyncio.wrap_future(…)`."""
+    return ThreadPoolExecutor(1).submit(compute_reward, *arguments, **keywords)

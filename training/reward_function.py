@@ -8,13 +8,14 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import ConfigError, nearest_by_last_part
+from configs.errors import ConfigError, nearest_by_last_part, notice_once
 from configs.extras import find
-from configs.import_utils import bind, callable_name, is_setting, load_extern_object, required_arguments
+from configs.import_utils import bind, callable_name, is_setting, load_extern_object, load_module, required_arguments
 from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.chat import as_messages
 from data.concurrency import run_all
@@ -205,6 +206,24 @@ def form_of(function: Callable) -> dict[str, str]:
     raise ValueError(f"the reward function {name} has none of the known forms: {FORMS}.{guess}")
 
 
+def with_name(entry: RewardFunctionConfig, key: str) -> RewardFunctionConfig:
+    """Returns `entry` with a name that its file has: where that lacks the default one, compute_reward or the only
+    function that can be a reward. Raises ConfigError, which begins with `key`, if none or several can."""
+    if entry.name != RewardFunctionConfig.name:
+        return entry
+    module = load_module(entry.path, f"{key}.path")
+    own = {name: it for name, it in vars(module).items() if inspect.isfunction(it) and it.__module__ == module.__name__}
+    if entry.name in vars(module) or not own:
+        return entry
+    rewards = [name for name in own if name[0] != "_" and FORM_OF.keys() & inspect.signature(own[name]).parameters]
+    chosen = [name for name in rewards if name == "compute_reward"] or rewards
+    problem = f"{key}.path={entry.path} has no {entry.name}"
+    if len(chosen) != 1:
+        raise ConfigError(f"{problem}: set {key}.name to one of its functions, {', '.join(rewards or own)}.")
+    notice_once(f"{problem}: its function {chosen[0]} scores ({key}.name={chosen[0]}).")
+    return replace(entry, name=chosen[0])
+
+
 def load_function(
     entry: RewardFunctionConfig,
     config: ScoringConfig,
@@ -219,6 +238,7 @@ def load_function(
     One that takes a DataProto is called in this process. `computes`: each call takes a core. Raises ValueError if it
     has none of the forms, and whatever loading the file raises.
     """
+    entry = with_name(entry, key)
     function = load_extern_object(entry.path, entry.name, f"{key}.path")
     reward = kind(function, tokenizer, entry.reward_kwargs, config, key)
     if reward.columns and config.caller != "here":

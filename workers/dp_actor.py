@@ -27,7 +27,7 @@ from training.mini_batches import Update, learning_rows
 from training.roles import LOSS_COLUMNS, TEACHER_KEY, UPDATE_COLUMNS, loss_reads, loss_settings, teaches
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
-from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
+from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut, cut_share, score
 from workers.model_worker import ModelWorker
 from workers.models import frozen_copy
 
@@ -69,6 +69,14 @@ class DataParallelPPOActor(TrainedModel):
         """Computes `columns` (of old_log_probs, entropys, sum_pi_squared) on the policy's tokens: [B, R] float32."""
         with self.engine.at_work(), self.engine.autocast():
             return score_columns(self.engine.module, batch, self.log_prob_size, temperature, columns)
+
+    def forward(self, batch: DataProto, temperature: float = 1.0) -> Tensor:
+        """Computes the policy tokens' log-probs in one pass, for a loss by hand: [B, R] float32, 0 on other tokens."""
+        [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], self.engine.module)
+        with self.engine.at_work(), self.engine.autocast(updates=True):
+            log_probs = self.engine.module.token_scores(micro, temperature).log_probs
+        missing = batch.batch["responses"].shape[1] - micro.response_width
+        return torch.nn.functional.pad(zero_masked(log_probs, micro.is_scored), (0, missing))
 
     def update_policy(self, batch: DataProto, update: Update) -> dict[str, float]:
         """Takes one optimiser step on one mini-batch, of which `batch` is this worker's share, maybe without rows.

@@ -26,6 +26,7 @@ from configs.errors import ConfigError, notice_once
 from configs.extras import TABLE, find, present
 from configs.import_utils import bind, callable_name, load_module, split_object
 from configs.schema import RolloutConfig
+from data.chat import Prompt, encode_prompt
 from data.padding import PromptIds, collate, media_of
 from data.pretrained import template_terminator
 from data.protocol import DataProto
@@ -108,7 +109,7 @@ class Rollout:
         if config is None:  # engines written for verl call it so, after `build_rollout` has
             assert "longest" in vars(self), f"{type(self).__name__} needs a config, a tokenizer and a model"
             return
-        self.config = config
+        self.config, self.tokenizer = config, tokenizer
         self.module = model
         self.longest = longest_sequence(config)
         if model is not None:
@@ -208,6 +209,19 @@ class Rollout:
         rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
         further = [name for name in prompts.tensors if name not in rollouts]
         return rollouts.union(prompts.select(further))
+
+    def batch_generation(self, prompts: Sequence[Prompt | list[int]], seed: int = 0) -> list[Completion]:
+        """Answers texts, messages or token ids, without a run: a completion each, sampled as `config` says."""
+        sampling, requests = SamplingParams.from_config(self.config, self.config.response_length), []
+        for row, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
+            ids = prompt if all(isinstance(item, int) for item in prompt) else encode_prompt(prompt, self.tokenizer)
+            requests.append(Request(row, ids, sampling, derive_seed(seed, "row", row)))
+        return self.generate(requests)
+
+    def inference(self, prompts: Sequence[Prompt | list[int]], seed: int = 0) -> list[str]:
+        """Returns the texts of `batch_generation`, without special tokens."""
+        token_ids = [done.token_ids for done in self.batch_generation(prompts, seed)]
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
     def check_completion(self, request: Request, done: Completion) -> Completion:
         """Returns what answers `request`; raises ValueError for anything but token ids of the model, as many as were

@@ -216,6 +216,9 @@ class vLLMRollout(Rollout):
         return self._completion(request, [*answer.token_ids], log_probs_of(answer), answer.finish_reason)
 
 
+VLLMRolloutSPMD = vLLMRollout
+
+
 def log_probs_of(answer: Any) -> list[float]:
     """Lists the log-probs of the tokens that vLLM has drawn."""
     return [answer.logprobs.logprobs[index] for index in answer.logprobs.start_indices]

@@ -34,7 +34,7 @@ from data.files import replacing
 from data.rows import Origin, read_rows, with_labels
 from data.types import Row
 from training.metric_utils import calc_maj_val, subset_sizes
-from training.reward import RewardManager, RewardRun, Scored, compute_reward, view_of_rows
+from training.reward import RewardManager, RewardRun, Scored, score_view, view_of_rows
 from training.tracking import short_number
 
 Figures = dict[str, float]  # by name; NAME/stderr beside a mean over several prompts
@@ -89,7 +89,7 @@ def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> 
     """
     flat = [(row, response) for row in rows for response in row["responses"]]
     view = view_of_rows(*zip(*flat, strict=True), validate=True)
-    results = compute_reward(view, reward, config)
+    results = score_view(view, reward, config)
     if config.on_failure == "score":
         failed = Scored(config.failure_score, {})
         results = [result if isinstance(result, Scored) else failed for result in results]

@@ -24,6 +24,7 @@ from configs.paths import find_path
 from extras.tools.base import TOOL_MARK, BaseTool, FunctionTool, ToolResponse
 
 FLAT_KEYS = ("name", "description", "parameters")
+OF_LIST = ("name", "required")  # of a parameter in a list; the rest is its JSON Schema
 ENTRY_KEYS = {"class_name", "function", "config", "tool_schema", "mcp", *FLAT_KEYS}
 MCP_SECONDS = 30  # to connect and list the tools
 MCP_KEYS = {"mcp_servers_config_path", "tool_selected_list"}
@@ -33,7 +34,8 @@ def tools_of_yaml(path: str) -> Iterator[BaseTool]:
     """Yields the tools of a yaml with a list `tools` of {class_name, config, tool_schema}.
 
     A class is named as a.b.Class or file.py:Class; tool_schema may be left out where the class has one, or be written
-    flat as name, description and parameters. Instead of class_name, `function` names a plain function.
+    flat as name, description and parameters, the last as JSON Schema or as a list of {name, type, description}. Instead
+    of class_name, `function` names a plain function, whose hints and docstring give what is not written.
     """
     for where, entry in read_entries(path, "tools", ENTRY_KEYS):
         kind = (entry.get("config") or {}).get("type", "native")
@@ -43,18 +45,32 @@ def tools_of_yaml(path: str) -> Iterator[BaseTool]:
 
 
 def build_tool(entry: Mapping[str, Any], where: str) -> BaseTool:
-    schema = entry.get("tool_schema")
-    if schema is None and "name" in entry:
-        schema = {"type": "function", "function": {key: entry[key] for key in FLAT_KEYS if key in entry}}
+    if not {"function", "class_name"} & entry.keys():
+        raise ValueError(f"{where} runs nothing: set `function: file.py:name`, or `class_name` to a BaseTool's.")
+    flat = {key: entry[key] for key in FLAT_KEYS if key in entry}
+    if isinstance(parameters := flat.get("parameters"), list):
+        flat["parameters"] = schema_of_list(parameters, f"{where}.parameters")
+    schema = entry.get("tool_schema") or ({"type": "function", "function": flat} if flat else None)
     if "function" in entry:
         function = load_named(entry["function"], f"{where}.function")
         if not isinstance(function, FunctionType):
             raise ValueError(f"{where}.function is {entry['function']}, which is no function.")
-        marked = vars(function).get(TOOL_MARK)
-        return marked if marked and "name" not in entry else FunctionTool(function, entry.get("name"))
+        if not entry.get("tool_schema") and "parameters" not in flat:
+            tool = vars(function).get(TOOL_MARK) or FunctionTool(function)
+            schema = {"type": "function", "function": tool.tool_schema["function"] | flat}
+        return FunctionTool(function, schema=schema)
     cls = load_class(entry, where, BaseTool)
     with naming_entry(entry, where):
         return cls(config=entry.get("config") or {}, tool_schema=schema)
+
+
+def schema_of_list(parameters: list[Any], where: str) -> dict[str, Any]:
+    """Returns the JSON Schema of parameters with a name each, which are required unless `required` is false."""
+    if wrong := [item for item in parameters if not isinstance(item, Mapping) or "name" not in item]:
+        raise ValueError(f"{where} has {wrong[0]!r}: a parameter is a mapping with a name.")
+    properties = {item["name"]: {key: item[key] for key in item if key not in OF_LIST} for item in parameters}
+    required = [item["name"] for item in parameters if item.get("required", True)]
+    return {"type": "object", "properties": properties, "required": required}
 
 
 def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -25,7 +25,6 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.extras import find
-from configs.import_utils import load_module
 from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.protocol import DataProto
 from data.rows import read_rows, with_labels
@@ -33,7 +32,6 @@ from data.types import NotScored, Row
 from training.reward import RewardRun, Scored, call_manager, read_results, view_of_rows
 from training.reward_function import FunctionReward, load_function
 
-NAMES = ("compute_score", "compute_reward")  # looked for without --name
 MOST_SHOWN, WIDTH = 40, 48  # rows of the table, characters of a text in it
 LOG_WIDTH = 160  # characters of a line in a file or a pipe
 MOST_ROWS = 16
@@ -78,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("reward", nargs="?", metavar="FILE", help="your reward (none: the rules of public data sets)")
     parser.add_argument("--data", required=True, metavar="ROWS", help=".jsonl, .json or .parquet, with responses")
-    parser.add_argument("--name", help=f"the function in FILE ({' or '.join(NAMES)})")
+    parser.add_argument("--name", help=f"the function in FILE ({RewardFunctionConfig.name}, or the only reward)")
     parser.add_argument("--timeout", type=float, default=ScoringConfig.timeout, metavar="S", help="for a response (60)")
     parser.add_argument("--audit", action="store_true", help="score cheap answers and right ones")
     parser.add_argument("--form", metavar="TEXT", help="how a right answer is written, for --audit: 'answer is {}'")
@@ -106,10 +104,7 @@ def load_reward(path: str | None, name: str | None, config: ScoringConfig) -> Fu
     """Loads the function of a file, as training does; without a path, the rules of public data sets."""
     if path is None:
         return find("reward", "rules")(config, RewardRun(None, None))
-    if name is None:
-        contents = vars(load_module(path))
-        name = next((known for known in NAMES if known in contents), NAMES[0])
-    return load_function(RewardFunctionConfig(path, name), config, None)
+    return load_function(RewardFunctionConfig(path, name or RewardFunctionConfig.name), config, None)
 
 
 def read_views(data: str, needs_response: bool) -> list[Row]:

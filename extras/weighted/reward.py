@@ -15,7 +15,7 @@ from data.protocol import DataProto
 from data.rows import RUN_COLUMNS
 from data.types import NotScored, Row
 from training.reward import RewardRun, Scored, read_results
-from training.reward_function import FunctionReward, load_function
+from training.reward_function import FunctionReward, load_function, with_name
 
 # What the log and the records of samples call the scores of a run and the texts beside them.
 TAKEN = frozenset(("score", "reward", "rm_score", "function_score", "step", "input", "output", "gts", "turns", "rows"))
@@ -102,9 +102,10 @@ class WeightedReward:
 def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Part]:
     """Loads the functions of reward.functions, each under its name in the log; with its file's, where the name is
     another's, the score's or a column's."""
-    names = Counter([*(entry.name for entry in config.functions), *RUN_COLUMNS, *TAKEN])
+    entries = [with_name(entry, f"reward.functions[{index}]") for index, entry in enumerate(config.functions)]
+    names = Counter([*(entry.name for entry in entries), *RUN_COLUMNS, *TAKEN])
     parts: list[Part] = []
-    for index, entry in enumerate(config.functions):
+    for index, entry in enumerate(entries):
         key = f"reward.functions[{index}]"
         try:
             function = load_function(entry, config, tokenizer, key)

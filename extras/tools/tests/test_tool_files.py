@@ -69,6 +69,45 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
     assert [*load(yaml, None)] == ["twice", "cry"]
 
 
+GUIDES = """
+    tools:
+      - name: add
+        description: Adds.
+        {runs}
+        parameters:
+          - {{name: a, type: number, description: The first.}}
+          - {{name: b, type: number, required: false}}
+"""
+
+
+@pytest.mark.parametrize("runs", ["function: {folder}/plain.py:add", "class_name: {folder}/plain.py:Add"])
+def test_a_yaml_may_list_parameters_as_guides_do(write, tmp_path, runs):
+    write(
+        "plain.py",
+        """
+        from data.tools import BaseTool, ToolResponse
+        def add(a, b=1): return a + b
+        class Add(BaseTool):
+            async def execute(self, instance_id, parameters, **kwargs):
+                return ToolResponse(text=str(add(**parameters))), 0.0, {}
+        """,
+    )
+    tools = load(write("tools.yaml", GUIDES.format(runs=runs.format(folder=tmp_path))), None)
+    properties = {"a": {"type": "number", "description": "The first."}, "b": {"type": "number"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a"]}
+    described = {"name": "add", "description": "Adds.", "parameters": parameters}
+    assert tools["add"].tool_schema["function"] == described
+    assert respond(toolbox(*tools.values()), called("add", a=2)).messages[0]["content"] == "3"
+
+
+def test_a_yaml_describes_a_function_in_other_words(write, tmp_path):
+    write("functions.py", FUNCTIONS.format(mark="@function_tool"))
+    yaml = write("t.yaml", f"tools: [{{function: {tmp_path}/functions.py:double, description: D}}]")
+    [tool] = load(yaml, None).values()
+    assert (tool.name, tool.tool_schema.function.description) == ("double", "D")
+    assert [*tool.tool_schema["function"]["parameters"]["properties"]] == ["x"], "from its hints"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -77,7 +116,8 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
         ("tools: []", "must hold one key, 'tools', with a list"),
         ("tools: [1]", r"tools\[0\] is 1; it must be a mapping"),
         ("tools: [{class_name: a.b.C, clas: 1}]", r"tools\[0\] has the keys \['clas'\]; it may have class_name"),
-        ("tools: [{config: {}}]", r"tools\[0\].class_name is None; it must name an object"),
+        ("tools: [{name: f, parameters: []}]", r"tools\[0\] runs nothing: set `function: file.py:name`, or `class_"),
+        (f"tools: [{NAMED} parameters: [{{type: string}}]}}]", r"parameters has {'type': 'string'}: .* with a name"),
         ("tools: [{class_name: C}]", r"tools\[0\].class_name is 'C'; it must name an object"),
         ("tools: [{class_name: no.such.Class}]", r"tools\[0\].class_name is 'no.such.Class': "),
         (

@@ -47,6 +47,9 @@ def test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path):
     metrics = reward_metrics(batch)
     assert metrics["reward/correct/mean"] == 0.5 and metrics["reward/brevity/mean"] == 0.75
     assert [*batch.get("correct/pred")] == ["42", "no"]
+    (tmp_path / "alone.py").write_text(PARTS.split("def brevity")[0])
+    [part] = load_reward_manager(functions(tmp_path, {"path": str(tmp_path / "alone.py")}), TOKENIZER, None).parts
+    assert part.label == "correct", "the only function of its file"
 
 
 @pytest.mark.parametrize("names", [("score", "brevity"), ("brevity", "score")])
