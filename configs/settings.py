@@ -109,9 +109,11 @@ class Readable:
 
 
 class Frozen(Readable):
-    """Allows each attribute to be set once: configs that are rewritten during a run are the bug users report most."""
+    """Allows each setting to be set once: configs that are rewritten during a run are the bug users report most."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name not in (known := self.__dataclass_fields__):
+            raise FrozenInstanceError(f"{type(self).__name__} has no setting '{name}'.{did_you_mean(name, [*known])}")
         if name in self.__dict__:
             raise FrozenInstanceError(f"config is read-only after start-up: {type(self).__name__}.{name}")
         super().__setattr__(name, value)

@@ -535,6 +535,15 @@ def test_nothing_can_be_set_after_start_up():
     check(compose())
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "nearest"),
+    [("algorithm", "policy_loss_fn", ""), ("trainer", "save_frq", "save_freq"), ("data", "level", "")],
+)
+def test_what_is_no_setting_cannot_be_set(section, name, nearest):
+    with pytest.raises(FrozenInstanceError, match=rf"has no setting '{name}'.*{nearest}"):
+        setattr(compose()[section], name, 5)
+
+
 def names_read() -> set[str]:
     """Attributes that are read, and texts, in all modules but those that declare settings."""
     files = shipped_modules("configs", "data", "training", "workers", "custom", "scripts", "extras")
