@@ -363,8 +363,10 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
                         condition = ", and env.id none" if section == "data" and "env" in base else ""
                         closed = f" A key of your own is kept where {section}.{free[1]} names your file{condition}."
                     raise ConfigKeyError(f"{rest[0]} is of no file")
-                if section == "data":
-                    notice(f"{key} is none of our keys: it is kept for the class that data.{free[1]} names.")
+                if free[1] is not True:  # reward_kwargs are arguments, which the manager takes or refuses
+                    known = [f"{section}.{name}" for name in node if name != free[0]]
+                    near = did_you_mean(f"{section}.{rest[0]}", known)
+                    notice(f"{key} is none of our keys: it is kept for the class that {section}.{free[1]} names.{near}")
                 node = node[free[0]]
             if node._metadata.object_type is dict:
                 OmegaConf.update(entry := OmegaConf.create(), ".".join(rest), value, force_add=True)

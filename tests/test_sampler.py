@@ -172,6 +172,9 @@ def test_a_plain_sampler_of_pytorch_is_one_of_ours(tmp_path):
     config = DataConfig(sampler=SamplerConfig(class_path=str(tmp_path / "plain.py"), class_name="Plain"))
     loader = PromptLoader(Numbers(3), 2, create_rl_sampler(config, Numbers(3), seed=0))
     assert [list(loader.next_batch()["dataset_position"]) for _ in range(2)] == [[2, 0], [2, 0]]
+    config.sampler.extras["kwarg"] = {"size": 2}
+    with pytest.raises(ValueError, match=r"^data\.sampler\.kwarg .*Plain.* takes no data_config"):
+        create_rl_sampler(config, Numbers(3), seed=0)
 
 
 class Levels(Dataset):
