@@ -206,6 +206,13 @@ def bind(
     return partial(function, *positional.values(), **by_name)
 
 
+def check_reads(cls: type, argument: str, section: str, keys: Mapping[str, Any]) -> None:
+    """Raises ValueError if `section` keeps `keys` of the user's, and its class has no `argument` to read them from."""
+    if keys and not accepts(cls, argument):
+        key, reader = f"{section}.{next(iter(keys))}", callable_name(cls)
+        raise ValueError(f"{key} is none of our keys, and {reader} takes no {argument} to read it from: leave it out.")
+
+
 def accepts(function: Callable, argument: str) -> bool:
     """Says whether `function`, or a class, can be given `argument` by name. What a class takes as **kwargs it hands on
     to its bases, so they are asked."""

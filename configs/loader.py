@@ -49,6 +49,7 @@ from configs.settings import (
     known_keys,
     leaves,
     safe_settings,
+    tell_idle,
     unresolved,
 )
 
@@ -151,7 +152,7 @@ def parse_arguments(
 
 def load_config(arguments: Arguments, schema: type) -> Any:
     """Composes, checks and freezes an instance of the `schema` dataclass."""
-    composed = compose_dict(arguments, schema)
+    composed, given = compose_dict(arguments, schema)
     try:
         if OmegaConf.select(composed, "trainer.experiment_name", default="no run") is None:
             composed.trainer.experiment_name = name_of_experiment(composed, arguments.overrides)
@@ -161,6 +162,7 @@ def load_config(arguments: Arguments, schema: type) -> Any:
         raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from error
     check_rules(config)
     check_sections(config, config)
+    tell_idle(composed, given)
     if arguments.print_config:
         print(OmegaConf.to_yaml(OmegaConf.create(safe_settings(config))), end="")
         raise SystemExit(0)
@@ -211,14 +213,18 @@ def name_of_experiment(composed: DictConfig, overrides: list[str]) -> str:
     return "_".join([*words, sha256(repr(values).encode()).hexdigest()[:6]]) if words else "default"
 
 
-def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
-    """Composes all settings: the schema's defaults, over them the yaml file, over that the overrides."""
+def compose_dict(arguments: Arguments, schema: type) -> tuple[DictConfig, set[str]]:
+    """Composes all settings: the schema's defaults, over them the yaml file, over that the overrides; and returns the
+    keys that the user gives, by overrides or a yaml that is not ours."""
     overrides = [parse_override(text) for text in arguments.overrides if text.strip()]  # bash gives "" for "$EMPTY"
     chosen, settings = choose_groups(overrides, arguments.config_dir)
     config = read_yaml(arguments, chosen)
     translators = [kind(schema) for kind in kinds_of_keys()]
+    file = arguments.config_dir / f"{arguments.config_name.removesuffix('.yaml')}.yaml"
+    of_user = {} if file.resolve().parent == yaml_folder(schema) else dict(leaves(OmegaConf.load(file)))
+    shipped = {key: value for key, value in leaves(config) if key not in of_user}
     for keys in translators:
-        keys.translate_yaml(config, settings, str(arguments.config_dir / f"{arguments.config_name}.yaml"))
+        keys.translate_yaml(config, settings, str(file))
     for override in settings:
         apply_override(config, override, schema, translators)
         for keys in translators:
@@ -229,7 +235,8 @@ def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
     plain = [override.key_or_group for override in overrides if not override.is_add() and not override.is_force_add()]
     for key, value in sorted(leaves(config), key=lambda leaf: not leaf[0].endswith(OPENERS)):
         set_checked(base, key, home_spelt_out(value), plain)
-    return base
+    overridden = {override.key_or_group for override in settings}
+    return base, {key for key, value in leaves(config) if key in overridden or (key, value) not in shipped.items()}
 
 
 def check_is_whole(arguments: Arguments, config: Any) -> None:
@@ -386,8 +393,10 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
                         condition = ", and env.id none" if section == "data" and "env" in base else ""
                         closed = f" A key of your own is kept where {section}.{free[1]} names your file{condition}."
                     raise ConfigKeyError(f"{rest[0]} is of no file")
-                if section == "data":
-                    notice(f"{key} is none of our keys: it is kept for the class that data.{free[1]} names.")
+                if free[1] is not True:  # reward_kwargs are arguments, which the manager takes or refuses
+                    known = [f"{section}.{name}" for name in node if name != free[0]]
+                    near = did_you_mean(f"{section}.{rest[0]}", known)
+                    notice(f"{key} is none of our keys: it is kept for the class that {section}.{free[1]} names.{near}")
                 node = node[free[0]]
             if node._metadata.object_type is dict:
                 OmegaConf.update(entry := OmegaConf.create(), ".".join(rest), value, force_add=True)

@@ -25,6 +25,7 @@ KL_KINDS = tuple(
 
 @dataclass
 class DatasetClassConfig(Open):
+    switches = "path: name"
     path: str | None = setting(None, "File or module of your dataset class; null: RLHFDataset.")
     name: str | None = setting(None, "Class in that file, a subclass of torch.utils.data.Dataset.")
     kwargs: dict[str, Any] = setting({}, "Arguments of the constructor; they override the caller's.")
@@ -37,6 +38,7 @@ class DatasetClassConfig(Open):
 
 @dataclass
 class SamplerConfig(Open):
+    switches = "class_path: class_name kwargs"
     class_path: str | None = setting(None, "File or module of your sampler; null: our own order.")
     class_name: str | None = setting(None, "Class in that file, a subclass of data.sampler.AbstractSampler.")
     kwargs: dict[str, Any] = setting({}, "Passed on to the constructor.")
@@ -89,6 +91,7 @@ class InOneProcess(Frozen):
 
 @dataclass
 class EnvConfig(section("gym"), InOneProcess):
+    switches = "id: kwargs train_size val_size val_episodes val_seed max_turns max_walk invalid_action success"
     id: str | None = setting(None, "gymnasium id, e.g. FrozenLake-v1; null: the prompts come from data.train_files.")
     path: str = setting("custom/env_wrapper.py", "File or module that holds the factory of the environment.")
     name: str = setting("make_env", "Factory in it: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs).")
@@ -145,6 +148,7 @@ class ModelConfig(section("lora"), PretrainedModelConfig):
 
 @dataclass
 class OptimConfig(section("sharding", "OptimSettings")):
+    switches = "lr_scheduler_type=cosine: num_cycles; lr_scheduler_type=linear,cosine,wsd: min_lr_ratio"
     lr: float = setting(1e-6, "Peak learning rate of AdamW.", ge=0)
     weight_decay: float = setting(0.01, "AdamW's decoupled weight decay.", ge=0)
     betas: list[float] = setting([0.9, 0.999], "AdamW's betas.")
@@ -205,6 +209,7 @@ class LayoutConfig(Frozen):
 
 @dataclass
 class ActorConfig(*(section(extra, "ActorSettings") for extra in ("sharding", "algorithms", "images")), LayoutConfig):
+    switches = "use_kl_loss: kl_loss_coef kl_loss_type; loss_agg_mode=seq-mean-token-sum-norm: loss_scale_factor"
     ppo_mini_batch_size: int | None = setting(None, "Prompts per optimiser step; null: all, on-policy.", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Sequences per forward pass; null: as tokens allow.", ge=1)
     use_dynamic_bsz: bool | None = setting(None, "Cut passes by tokens; null: unless a number of sequences is set.")
@@ -371,6 +376,7 @@ class CriticConfig(Frozen):
 
 @dataclass
 class RewardFunctionConfig(Frozen):
+    switches = "path: name reward_kwargs"
     path: str | None = setting(None, "File or module of your reward function; null: the reward manager's.")
     name: str = setting("compute_score", "Function in that file.")
     reward_kwargs: dict[str, Any] = setting({}, "Arguments of the function; they override the caller's.")
@@ -391,6 +397,7 @@ class OverlongBufferConfig(Frozen):
 
 @dataclass
 class RewardKwargsConfig(Frozen):
+    switches = "overlong_buffer_cfg.enable: overlong_buffer_cfg"
     max_resp_len: int | None = setting(
         II("actor_rollout_ref.rollout.response_length"), "The longest allowed length, in tokens.", ge=1
     )
@@ -407,6 +414,7 @@ class RewardKwargsConfig(Frozen):
 
 @dataclass
 class FunctionsConfig(Frozen):
+    switches = "on_failure=score: failure_score"
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     max_concurrent: int = setting(64, "Calls of an async reward function at once; others wait.", ge=1)
     timeout: float | None = setting(60.0, "Seconds to score a response, then its process is killed; null: any.", gt=0)
@@ -452,6 +460,7 @@ class RewardConfig(section("rules"), section("reward_model"), ScoringConfig):
 
 @dataclass
 class KLControlConfig(Frozen):
+    switches = "type=adaptive: horizon target_kl"
     type: str = setting("fixed", "Whether the coefficient moves.", choices=("fixed", "adaptive"))
     kl_coef: float = setting(0.001, "The (first) coefficient.", ge=0)
     horizon: int = setting(10_000, "Samples over which the adaptive controller adjusts.", gt=0)
@@ -461,6 +470,7 @@ class KLControlConfig(Frozen):
 @dataclass
 class AlgorithmConfig(*(section(extra) for extra in ("rollout_correction", "pf_ppo", "algorithms", "prime")), Open):
     keeps = "adv_estimator_kwargs"
+    switches = "use_kl_in_reward: kl_penalty kl_ctrl"
 
     adv_estimator: str = setting("gae", "Name in the registry of advantage estimators.")
     adv_estimator_kwargs: dict[str, Any] = setting({}, "Arguments of the estimator, by name, e.g. {f_norm: 2}.")

@@ -4,7 +4,7 @@ Below: what a schema and a config hold, by dotted keys, how a config is written 
 translates keys of other projects."""
 
 import re
-from collections.abc import Iterator, KeysView, Mapping, Sequence
+from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import FrozenInstanceError, asdict, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from configs.errors import ConfigError, did_you_mean, first_line
+from configs.errors import ConfigError, did_you_mean, first_line, notice
 
 EACH_EPOCH, LAST = "after_each_epoch", "last"  # for a number of steps
 SECRET, MASK = re.compile(r"(?i)(key|token|password|secret)$"), "***"
@@ -109,9 +109,16 @@ class Readable:
 
 
 class Frozen(Readable):
-    """Allows each attribute to be set once: configs that are rewritten during a run are the bug users report most."""
+    """Allows each setting to be set once: configs that are rewritten during a run are the bug users report most.
+
+    A class says in `switches` which settings turn others on, NAME or NAME=VALUE,VALUE: "NAME: OTHER OTHER; …".
+    """
+
+    switches = ""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name not in (known := self.__dataclass_fields__):
+            raise FrozenInstanceError(f"{type(self).__name__} has no setting '{name}'.{did_you_mean(name, [*known])}")
         if name in self.__dict__:
             raise FrozenInstanceError(f"config is read-only after start-up: {type(self).__name__}.{name}")
         super().__setattr__(name, value)
@@ -164,6 +171,34 @@ def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{key}.")
         else:
             yield key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value._value()
+
+
+def tell_idle(config: DictConfig, given: Collection[str]) -> None:
+    """Tells which of the `given` settings, a user's, have no effect, as a switch is off that is not `given` as well."""
+    idle: dict[str, list[str]] = {}
+    for key in sorted(given):
+        switch = switch_above(config, key)
+        if switch is not None and switch.partition("=")[0] not in given:
+            idle.setdefault(switch, []).append(key)
+    for switch, keys in idle.items():
+        notice(f"without {switch.replace(',', ' or ')}, nothing reads {', '.join(keys)}.")
+
+
+def switch_above(config: DictConfig, key: str) -> str | None:
+    """Returns the switch that a setting is under and that is off, KEY or KEY=VALUE,VALUE; None: there is none."""
+    node, section = config, ""
+    for name in key.split("."):
+        if name not in node:  # a key of the user's
+            return None
+        kinds = (kind for kind in OmegaConf.get_type(node).__mro__ if issubclass(kind, Frozen))
+        rules = [rule.split(": ") for kind in kinds for rule in kind.switches.split("; ") if rule]
+        for switch in (switch for switch, names in rules if name in names.split()):
+            setting, _, values = switch.partition("=")
+            value = OmegaConf.select(node, setting)
+            if not (value in values.split(",") if values else value):
+                return f"{section}{switch}"
+        node, section = node._get_node(name), f"{section}{name}."
+    return None
 
 
 def delete(config: DictConfig, key: str) -> bool:

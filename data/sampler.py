@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from configs.errors import notice
 from configs.extras import asked_for
-from configs.import_utils import bind, load_subclass, required_arguments
+from configs.import_utils import bind, check_reads, load_subclass, required_arguments
 from configs.schema import DataConfig
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
@@ -130,6 +130,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
     if chosen.class_path is not None:
         key = "data.sampler.class_name"
         sampler_class = load_subclass(chosen.class_path, chosen.class_name, Sampler, key)
+        check_reads(sampler_class, "data_config", "data.sampler", chosen.extras)
         arguments = {"data_source": dataset, "data_config": data_config}
         sampler = bind(sampler_class, arguments, chosen.kwargs, f"{key}={chosen.class_name}")()
         if not isinstance(sampler, AbstractSampler):

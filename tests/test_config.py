@@ -21,7 +21,7 @@ from configs.checks import batch_arithmetic, check_config, plural
 from configs.errors import ConfigError
 from configs.loader import CONFIG_DIR, Arguments, check_is_whole, load_config, parse_arguments
 from configs.schema import Config
-from configs.settings import Frozen
+from configs.settings import Frozen, is_known
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
@@ -44,8 +44,9 @@ def load(folder: Path, name: str, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_yaml_composes(name):
+def test_every_shipped_yaml_composes_and_nothing_is_told(name, capsys):
     compose(name=name)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -537,6 +538,15 @@ def test_nothing_can_be_set_after_start_up():
     check(compose())
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "nearest"),
+    [("algorithm", "policy_loss_fn", ""), ("trainer", "save_frq", "save_freq"), ("data", "level", "")],
+)
+def test_what_is_no_setting_cannot_be_set(section, name, nearest):
+    with pytest.raises(FrozenInstanceError, match=rf"has no setting '{name}'.*{nearest}"):
+        setattr(compose()[section], name, 5)
+
+
 def names_read() -> set[str]:
     """Attributes that are read, and texts, in all modules but those that declare settings."""
     files = shipped_modules("configs", "data", "training", "workers", "custom", "scripts", "extras")
@@ -620,6 +630,54 @@ def test_a_dataset_class_takes_keys_of_its_own():
     for given in (("data.train_batchsize=2", *files), ("+data.level=2", "data.custom_cls.path=mine.py")):
         with pytest.raises(ConfigError, match=r"unknown key 'data\.(train_batchsize|level)'"):
             compose(*given)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("data.sampler.clas_name=x", r"data\.sampler\.clas_name .* Did you mean 'data.sampler.class_name'"),
+        ("data.sampler.kwarg={a: 1}", r"data\.sampler\.kwarg\.a .* Did you mean 'data.sampler.kwargs'"),
+        ("data.custom_cls.kwarg.a=1", r"data\.custom_cls\.kwarg\.a .* Did you mean 'data.custom_cls.kwargs'"),
+    ],
+)
+def test_a_key_that_is_kept_for_a_users_class_is_told_with_the_nearest_of_ours(key, told, capsys):
+    compose("data.sampler.class_path=a.py", "data.custom_cls.path=mine.py", key)
+    assert re.search(told, capsys.readouterr().err)
+
+
+KL, ACTOR = "algorithm.kl_ctrl", "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "switch", "idle"),
+    [
+        (f"{KL}.type=adaptive {KL}.horizon=5", "algorithm.use_kl_in_reward", f"{KL}.horizon, {KL}.type"),
+        # A default that is set was meant, too.
+        (f"{KL}={{type:adaptive}} {KL}.kl_coef=0.001", "algorithm.use_kl_in_reward", f"{KL}.kl_coef, {KL}.type"),
+        (f"algorithm.use_kl_in_reward=false {KL}.type=adaptive", "", ""),  # who turns it off knows
+        (f"algorithm.use_kl_in_reward=true {KL}.target_kl=1", f"{KL}.type=adaptive", f"{KL}.target_kl"),
+        (f"recipe=ppo {ACTOR}.kl_loss_coef=1", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
+        (f"{ACTOR}.kl_loss_coef=1 {ACTOR}.optim.num_cycles=1", "", ""),  # the yaml turns both on
+    ],
+)
+def test_settings_under_a_switch_that_is_off_are_told_once(overrides, switch, idle, capsys):
+    compose(*overrides.split())
+    assert capsys.readouterr().err == (f"notice: without {switch}, nothing reads {idle}.\n" if idle else "")
+
+
+def test_of_a_users_yaml_what_it_sets_is_told_and_not_what_it_inherits(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [frozenlake, _self_]\nalgorithm: {kl_penalty: k2}\n")
+    load(tmp_path, "mine", "recipe=ppo")  # which turns the KL of frozenlake off
+    assert (
+        capsys.readouterr().err == "notice: without algorithm.use_kl_in_reward, nothing reads algorithm.kl_penalty.\n"
+    )
+
+
+def test_switches_and_what_is_under_them_are_settings():
+    for cls in sections(Config):
+        rules = ";".join(kind.switches for kind in cls.__mro__ if issubclass(kind, Frozen))
+        for name in re.findall(r"[\w.]+", re.sub("=[^:]*", "", rules)):
+            assert is_known(name, cls) or is_known(f"{name}.", cls), (cls, name)
 
 
 def test_a_notebook_composes_as_a_command_does():

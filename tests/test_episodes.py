@@ -165,13 +165,11 @@ def test_what_the_reward_says_and_samplers_hear_is_of_episodes(history):
     groups = [[[Turn(1, 1, 1.0), Turn(2, 0, -0.5), Turn(1, 0, 2.0)], [Turn(2, 0, 1.0)], []]]
     batch = episode_batch(groups, history, acc=[0.0, 1.0, 7.0], dataset_position=[4, 5, 6])
     batch.meta_info["reward_extra_keys"] = ["acc"]
-    values = batch.batch["values"]
-    batch.batch["advantages"] = torch.arange(1.0, 4.0).repeat_interleave(2)[: values.shape[1]].expand_as(values)
     measured = {"mean": 0.5, "std": 0.5, "min": 0, "max": 1}
     assert reward_metrics(batch) == {f"reward/acc/{name}": value for name, value in measured.items()}
     found = sample_metrics(batch)
     assert found["reward"].tolist() == [2.5, 1, 0] and found["length"].tolist() == [4, 2, 0]
-    assert [*found["acc"]] == [0, 1, 7] and found["loss"][1:].tolist() == [-1, 0]
+    assert [*found["acc"]] == [0, 1, 7] and found["loss"].tolist() == [-0.75, 0.75, 1.75]
 
 
 # Failures

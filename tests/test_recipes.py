@@ -87,9 +87,10 @@ TEACHER = {"opd": ["actor_rollout_ref.ref.model.path=teacher"]}
 
 @pytest.mark.parametrize("name", ["frozenlake", "gsm8k"])  # both with a KL in the loss of their own
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe, name):
+def test_a_recipe_brings_the_roles_it_needs_and_no_others_and_nothing_is_told(recipe, name, capsys):
     files = [] if name == "frozenlake" else ["data.train_files=Makefile", "data.val_files=Makefile"]
     config = compose(f"recipe={recipe}", *TEACHER.get(recipe, []), *files, name=name)
+    assert capsys.readouterr().err == ""
     assert needed_roles(config)[2:] == [*ROLES.get(recipe, ())]
     actor = config.actor_rollout_ref.actor
     check_config(config)

@@ -197,6 +197,7 @@ class ByBatch(Base):
 class ByRow(Base):
     def update(self, indices, metrics):
         assert indices.shape == metrics["reward"].shape == metrics["loss"].shape == metrics["length"].shape
+        assert all(metrics[row]["reward"] == metrics.get(row, {})["reward"] == 1 for row in indices)
         assert np.isfinite(metrics["loss"]).all() and (metrics["length"] >= 1).all() and set(metrics["right"]) <= {0, 1}
         self.told.append({"place": indices.tolist(), "reward": metrics["reward"].tolist()})
         HEARD.append(self.told[-1])

@@ -22,6 +22,7 @@ class FilterGroupsConfig(Frozen):
 
 @dataclass
 class Settings(Frozen):
+    switches = "filter_groups.enable: filter_groups"
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
     gdpo_reward_keys: list[str] | None = setting(None, "For gdpo: numbers beside the score, normalised one by one.")
     gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: the weights of those numbers; null: 1 each.")
@@ -29,6 +30,7 @@ class Settings(Frozen):
 
 @dataclass
 class RhoConfig(Frozen):
+    switches = "type=constant: value; type=kl: clip_lower"
     type: str = setting("kl", "By how much the policy has moved (kl), or constant.", choices=("kl", "constant"))
     value: float = setting(0.9, "Share of its counts that a row keeps, with constant.", gt=0, le=1)
     clip_lower: float = setting(0.875, "Smallest share that it keeps, with kl.", gt=0, le=0.96)

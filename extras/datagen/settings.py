@@ -8,6 +8,7 @@ from configs.settings import Frozen, Open, group, own_keys, setting
 
 @dataclass
 class DatagenConfig(Open):
+    switches = "path: name"
     path: str | None = setting(None, "File or module of your generator, which adds rows during a run; null: none.")
     name: str | None = setting(None, "Class in that file, a subclass of extras.datagen.dataset.AbstractDataGenerator.")
     extras: dict[str, Any] = own_keys("data.datagen", "path")

@@ -24,6 +24,7 @@ class Teacher(Frozen):
 
 @dataclass
 class LossConfig(Frozen):
+    switches = f"loss_mode={TOP_K}: topk; use_policy_gradient: clip_ratio clip_ratio_low clip_ratio_high"
     loss_mode: str = setting(
         "k3",
         "How far the policy is from the teacher: of the sampled token, or over the teacher's topk tokens.",
@@ -104,4 +105,5 @@ class DistillationConfig(Frozen):
 class Settings(Frozen):
     """Stand at the top of the config."""
 
+    switches = "distillation.enabled: distillation"
     distillation: DistillationConfig = group(DistillationConfig, "On-policy distillation (docs/distillation.md).")

@@ -7,6 +7,7 @@ from configs.settings import Frozen, setting
 
 @dataclass
 class Settings(Frozen):
+    switches = "id: processes"
     processes: int = setting(
         0,
         "Processes that episodes are played in, for environments that are slow, hang or crash; 0: in the run's own.",

@@ -11,6 +11,7 @@ from configs.settings import Frozen, setting
 
 @dataclass
 class Settings(Frozen):
+    switches = "lora_rank: lora_alpha target_modules exclude_modules"
     lora_rank: int = setting(0, "Rank of LoRA's matrices, the only weights trained; 0: no LoRA.", ge=0)
     lora_alpha: int = setting(16, "LoRA's scale: matrices times lora_alpha / lora_rank; 0 only without LoRA.", ge=0)
     target_modules: Any = setting(

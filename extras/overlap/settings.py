@@ -13,6 +13,7 @@ ROLES = ("ref", "critic", "rm", "teachers")
 class Pool(Frozen):
     """The workers that generate, where they are not the trainer's (verl's keys)."""
 
+    switches = "nnodes: n_gpus_per_node n_workers_per_node pool_roles"
     nnodes: int = setting(0, "Machines of a pool of its own for generation; 0: the trainer's workers generate.", ge=0)
     n_gpus_per_node: int | None = setting(None, "GPUs of each; null: as trainer's.", ge=0)
     n_workers_per_node: int = setting(1, "Workers of each when it has no GPU; with GPUs, one each.", ge=1)
@@ -34,6 +35,7 @@ class Pool(Frozen):
 
 @dataclass
 class Settings(Frozen):
+    switches = "async_mode=fully_async: max_staleness batch_order"
     async_mode: str | None = setting(
         None,
         "Generate beside the update: the next batch (one_step_off), or several, by weights that change meanwhile.",

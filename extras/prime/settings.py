@@ -85,4 +85,5 @@ class PrimeConfig(Frozen):
 
 @dataclass
 class Settings(Frozen):
+    switches = "prime.enable: prime"
     prime: PrimeConfig = group(PrimeConfig, "PRIME's process reward model; it learns from outcomes alone.")

@@ -7,6 +7,7 @@ from configs.settings import Frozen, setting
 
 @dataclass
 class Settings(Frozen):
+    switches = "rollout_data_dir: rollout_data_freq; sample_groups: sample_max_mb"
     rollout_data_dir: str | None = setting(None, "Write each step's rollouts here, N.jsonl; null: do not.")
     rollout_data_freq: int = setting(1, "Write rollouts every this many steps.", ge=1)
     validation_data_dir: str | None = setting(None, "Write each validation's rollouts here; null: do not.")

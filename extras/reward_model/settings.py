@@ -31,6 +31,7 @@ class RewardModelConfig(Frozen):
 class Settings(Frozen):
     """Stand in the section `reward`."""
 
+    switches = "reward_model.enable: reward_model"
     reward_model: RewardModelConfig = group(RewardModelConfig, "A learned reward model; it scores training alone.")
 
     @property

@@ -100,6 +100,7 @@ class RolloutCorrectionConfig(Frozen):
     gradient.
     """
 
+    switches = "rollout_is: rollout_is_threshold rollout_is_batch_normalize; bypass_mode: loss_type"
     rollout_is: str | None = setting(
         None, "Importance weights of each token or each sequence; null: none.", choices=("token", "sequence")
     )

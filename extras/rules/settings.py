@@ -7,6 +7,7 @@ from configs.settings import Frozen, group, setting
 
 @dataclass
 class SandboxFusionConfig(Frozen):
+    switches = "url: max_concurrent"
     url: str | None = setting(None, "A sandbox-fusion server's /run_code; null: our own sandbox.")
     max_concurrent: int = setting(64, "Requests to the server at once, per scoring process.", ge=1)
     memory_limit_mb: int = setting(1024, "MiB that a program may take on the server.", ge=1)

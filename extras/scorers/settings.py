@@ -11,6 +11,7 @@ from configs.settings import Frozen, setting
 class Settings(Frozen):
     """Stand in the section `reward`."""
 
+    switches = "max_tpm: estimated_tokens_per_request"
     num_workers: int = setting(16, "Most processes that call a reward function; only slow functions get many.", ge=1)
     memory_limit_mb: int | None = setting(
         2048, "MiB that such a process may take beyond loading your file; null: any.", ge=1

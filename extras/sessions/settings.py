@@ -13,6 +13,7 @@ FUNCTION = re.compile(r"\S+\.py:\w+")
 
 @dataclass
 class Settings(Frozen):
+    switches = "program: program_timeout program_serves program_sandbox"
     program: str | None = setting(
         None,
         "A command, or file.py:function, that plays each row as a client of the policy by OpenAI's API.",

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural
 from configs.errors import notice_once
-from configs.import_utils import bind, load_subclass
+from configs.import_utils import bind, check_reads, load_subclass
 from data.chat import QUESTION, ChatFormat, Prompt, as_messages, parse_prompt
 from data.padding import media_of
 from data.pretrained import template_terminator
@@ -222,6 +222,7 @@ def create_sft_dataset(
     if chosen.path is None:
         return SFTDataset(data_files, tokenizer, config, end_id, max_samples)
     dataset_class = load_subclass(chosen.path, chosen.name, Dataset, "data.custom_cls.name")
+    check_reads(dataset_class, "config", "data.custom_cls", chosen.extras)
     offered = {"tokenizer": tokenizer, "config": config, "processor": None, "max_samples": max_samples}
     offered |= {"parquet_files": data_files, "data_files": data_files, "end_id": end_id}
     made = bind(dataset_class, offered, chosen.kwargs, f"data.custom_cls.name={chosen.name}")()

@@ -291,7 +291,7 @@ class ActorConfig(schema.ActorConfig):
         known = {item.name for item in fields(schema.ActorConfig)}
         verdicts = {key: judge(f"{ACTOR}.{key}", None, schema.Config).kind for key in settings.keys() - known}
         super().__init__(**{key: it for key, it in settings.items() if verdicts.get(key) in (None, "unknown")})
-        self.global_batch_info = global_batch_info or {}
+        vars(self)["global_batch_info"] = global_batch_info or {}  # which is no setting
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

@@ -74,12 +74,12 @@ class MismatchAlarm:
     """Warns once when the mean |Δ log-prob| of a step is above `limit`, and again after a step that was not.
 
     Steps that measure nothing (a critic's warm-up, an engine without log-probs) change nothing, nor do those that learn
-    from tokens of older weights (extras/overlap), which differ by design; None: never. `correction` is the setting
-    algorithm.rollout_correction, where there is one.
+    from tokens of older weights (extras/overlap), which differ by design; None: never. `correction` is the section
+    algorithm.rollout_correction; None: this copy has none.
     """
 
     def __init__(self, limit: float | None, correction: Any = None) -> None:
-        self.limit, self.is_corrected = limit, bool(correction)
+        self.limit, self.is_corrected = limit, correction is not None and correction.corrects
         self.raised = False
 
     def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:

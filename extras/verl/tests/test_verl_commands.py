@@ -365,7 +365,8 @@ actor_rollout_ref:
   rollout: {chat_scheduler: null, multi_turn: {max_turns: null},
     name: "???", nnodes: 0, mtp: "${oc.select:actor_rollout_ref.model.mtp,null}", trace: {token2text: false}}
 critic: {forward_max_token_len_per_gpu: "${.ppo_max_token_len_per_gpu}", ppo_max_token_len_per_gpu: 99}
-reward_model: {forward_max_token_len_per_gpu: "${critic.forward_max_token_len_per_gpu}", nccl_timeout: 600}
+reward_model: {enable: true, nccl_timeout: 600,
+  forward_max_token_len_per_gpu: "${critic.forward_max_token_len_per_gpu}"}
 reward: {reward_model: {rollout: {name: "???"}}}
 algorithm: {rollout_is_level: token, rollout_is_mode: truncate, rollout_is_veto_threshold: 1e-4}
 trainer: {balance_batch: true, esi_redundant_time: 0, use_legacy_worker_impl: auto, device: cuda}

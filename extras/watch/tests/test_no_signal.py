@@ -147,11 +147,12 @@ def test_tokens_of_older_weights_are_no_mismatch(caplog):
 @pytest.mark.parametrize(
     ("ratio", "correction", "words"),
     [
-        (1.4, None, "algorithm.rollout_correction=decoupled_token_is, as all tokens differ a little"),
-        (40.0, None, "rollout_correction=decoupled_seq_is, as single tokens are more than 10 times as likely"),
+        (1.4, {}, "algorithm.rollout_correction=decoupled_token_is, as all tokens differ a little"),
+        (40.0, {}, "rollout_correction=decoupled_seq_is, as single tokens are more than 10 times as likely"),
         (40.0, {"rollout_is": "token"}, "algorithm.rollout_correction is set"),
     ],
 )
 def test_the_mismatch_alarm_names_the_preset_to_set(caplog, ratio, correction, words):
-    MismatchAlarm(0.05, correction).check({MEAN_MISMATCH: 0.2, "rollout_mismatch/max_ratio": ratio}, None)
+    section = pytest.importorskip("extras.rollout_correction.settings").RolloutCorrectionConfig(**correction)
+    MismatchAlarm(0.05, section).check({MEAN_MISMATCH: 0.2, "rollout_mismatch/max_ratio": ratio}, None)
     assert words in caplog.records[0].getMessage()
