@@ -60,7 +60,7 @@ def shipped_configs_read_once() -> Iterator[None]:
     read, found = loader.read_yaml, {}
 
     def read_once(arguments: loader.Arguments, chosen: dict[str, Any]) -> Any:
-        if arguments.config_dir != loader.CONFIG_DIR:
+        if arguments.config_dir != loader.CONFIG_DIR or arguments.settings is not None:
             return read(arguments, chosen)
         asked = arguments.config_name, str(sorted(chosen.items()))
         if asked not in found:

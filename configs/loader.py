@@ -221,7 +221,8 @@ def compose_dict(arguments: Arguments, schema: type) -> tuple[DictConfig, set[st
     config = read_yaml(arguments, chosen)
     translators = [kind(schema) for kind in kinds_of_keys()]
     file = arguments.config_dir / f"{arguments.config_name.removesuffix('.yaml')}.yaml"
-    of_user = {} if file.resolve().parent == yaml_folder(schema) else dict(leaves(OmegaConf.load(file)))
+    is_shipped = file.resolve().parent == yaml_folder(schema) and arguments.settings is None
+    of_user = {} if is_shipped else dict(leaves(config if arguments.settings else OmegaConf.load(file)))
     shipped = {key: value for key, value in leaves(config) if key not in of_user}
     for keys in translators:
         keys.translate_yaml(config, settings, str(file))
