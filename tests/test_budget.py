@@ -38,9 +38,9 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 16_980,
+    "core lines": 16_983,
     "core files": 81,
-    "product lines": 40_800,
+    "product lines": 40_915,
     "scripts and benchmarks": 3_770,
     "names in training/": 19,
     "names in workers/": 24,
@@ -49,12 +49,12 @@ CEILINGS = {
     "names in custom/": 4,
     "modules under 60 lines": 43,
     "modules with one importer": 49,
-    "settings": 341,  # verl's keys of distillation are 13
+    "settings": 343,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 40_500,
+    "test lines": 40_586,
 }
 
 
