@@ -38,7 +38,7 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 16_983,
+    "core lines": 16_992,
     "core files": 81,
     "product lines": 40_915,
     "scripts and benchmarks": 3_770,
