@@ -60,7 +60,9 @@ TABLE: dict[str, dict[str, str]] = {
         "env.id": "extras.gym.actions:ActionShares",
         "trainer.async_mode": "extras.overlap.one_step_off:Staleness",
         "algorithm.adv_estimator=spo": "extras.algorithms.spo:SuccessTracker",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=gvpo,pair,spin": "extras.algorithms.group_losses:GroupIds",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=flowrl,gvpo,pair,spin": (
+            "extras.algorithms.group_losses:GroupIds"
+        ),
     },
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",
@@ -155,16 +157,17 @@ TABLE: dict[str, dict[str, str]] = {
         (
             *("turn_gae", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", "spo"),
             *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline", "max_rl"),
+            *("sppo", "fapo"),
         ),
         "extras.algorithms.estimators:ESTIMATORS",
     )
     | {"prime": "extras.prime.estimator:ESTIMATORS"}
     | dict.fromkeys(("opd", "no_rewards"), "extras.distillation.divergence:ESTIMATORS"),
     "policy_loss": dict.fromkeys(
-        ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"),
+        ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro", "sppo"),
         "extras.algorithms.policy_losses:LOSSES",
     )
-    | dict.fromkeys(("gvpo", "pair", "spin"), "extras.algorithms.group_losses:LOSSES"),
+    | dict.fromkeys(("gvpo", "pair", "spin", "flowrl"), "extras.algorithms.group_losses:LOSSES"),
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("distillation", "http"),
@@ -218,8 +221,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
     "prime": ("algorithm.prime",),
     "algorithms": (
         *("policy_loss.clip_cov_", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef", "policy_loss.dro_beta"),
-        *("actor.tau_", "actor.gvpo_beta", "actor.dpo_beta", "algorithm.gdpo_reward_", "trainer.spo"),
-        "algorithm.filter_groups",
+        *("actor.tau_", "actor.gvpo_beta", "actor.dpo_beta", "actor.flowrl_beta", "actor.sppo_eta"),
+        *("algorithm.gdpo_reward_", "trainer.spo", "algorithm.filter_groups"),
     ),
     "replay": ("trainer.save_rollouts", "trainer.replay_rollouts"),
     "verl": ("agent.agent_loop_config_path", "agent.trust_logprobs"),

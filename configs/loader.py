@@ -15,6 +15,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
@@ -345,12 +346,15 @@ def choose_groups(overrides: list[Override], folder: Path) -> tuple[dict[str, An
 
 
 def check_choices(chosen: dict[str, Any], folder: Path) -> None:
-    """Raises ConfigError if a file `chosen` of a group (recipe: dapo; None: no file) does not exist."""
+    """Raises ConfigError if a file `chosen` of a group (recipe: dapo; None: no file) does not exist; says what stands
+    for it, or which has nearly its name."""
     for kind, option in chosen.items():
-        if option is not None and option not in (known := options(kind.partition("@")[0], folder)):
-            raise ConfigError(
-                f"{kind}={option}: no such {kind}.{did_you_mean(str(option).lower(), known)} {', '.join(known)}."
-            )
+        if option is not None and option not in (known := options(group := kind.partition("@")[0], folder)):
+            name = str(option).lower()
+            advice = [*filter(None, (keys.stand_in(group, name) for keys in kinds_of_keys()))]
+            advice += [f"Did you mean '{near}'?" for near in get_close_matches(name, known, n=1, cutoff=0.75)]
+            sentences = f"{kind}={option}: no such {kind}.", *advice[:1], f"There are {', '.join(known)}."
+            raise ConfigError(" ".join(sentences))
 
 
 def choice(kind: str, option: str | None, present: Mapping[str, str]) -> str:

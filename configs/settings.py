@@ -346,6 +346,11 @@ class Keys:
         """Returns why the choice group@package=option of a file has no effect; None: it is not known."""
         return None
 
+    @staticmethod
+    def stand_in(group: str, option: str) -> str | None:
+        """Returns what to use for the file `option` of a group, which is not here; None: it is not known."""
+        return None
+
     def knows(self, key: str) -> bool:
         """Says whether `key` is one that is translated."""
         return False

@@ -30,6 +30,7 @@ from workers.ray_group import start_command
 
 FOLDER = Path("outputs/algorithms")
 RECIPES = [name for name in options("recipe") if name != "opd"]  # which needs a teacher: docs/distillation.md
+REWARDS = {"fapo": ["reward.reward_manager={path: examples/careful_lake.py, name: CarefulWalk}"]}  # it marks flaws
 
 
 def main() -> None:
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def recipe_config(name: str, seed: int, overrides: list[str]) -> Config:
-    settings = [f"recipe={name}", f"trainer.default_local_dir={FOLDER / name}"]
+    settings = [f"recipe={name}", f"trainer.default_local_dir={FOLDER / name}", *REWARDS.get(name, ())]
     return new_run("frozenlake_short", seed, settings, overrides)
 
 

@@ -49,7 +49,7 @@ CEILINGS = {
     "names in custom/": 4,
     "modules under 60 lines": 44,
     "modules with one importer": 49,
-    "settings": 341,  # verl's keys of distillation are 13
+    "settings": 343,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,

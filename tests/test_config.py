@@ -220,8 +220,10 @@ def test_recipes_of_the_users_stand_beside_the_shipped_ones_and_may_build_on_the
     assert chosen(based) == ("grpo", "vanilla", True) and based.algorithm.gamma == 0.5
     (tmp_path / "recipe/gspo.yaml").write_text(f"{head}algorithm: {{adv_estimator: opo}}\n")
     assert chosen(load(tmp_path, "mine", "recipe=gspo")) == ("opo", "vanilla", False)  # theirs wins
-    with pytest.raises(ConfigError, match=r"recipe=owm: no such recipe\. Did you mean 'own'\? cispo, .*, own, pair"):
-        load(tmp_path, "mine", "recipe=owm")
+    with pytest.raises(
+        ConfigError, match=r"recipe=owns: no such recipe\. Did you mean 'own'\? .* cispo, .*, own, pair"
+    ):
+        load(tmp_path, "mine", "recipe=owns")
 
 
 @pytest.mark.parametrize("nothing", ["~recipe", "recipe=null"])
@@ -342,7 +344,8 @@ def test_a_key_of_an_absent_extra_is_refused_by_the_name_of_the_extra(monkeypatc
         ("trainer.experiment_name=' '", "trainer.experiment_name=' ' must not be empty"),
         ("reward.failure_score=nan", "reward.failure_score=nan is no number. reward.failure_score: The score of such"),
         ("recipe=GRPO", "recipe=GRPO: no such recipe. Did you mean 'grpo'"),
-        ("recipe=[dapo,gspo]", r"no such recipe\..* cispo, clip_cov, dapo, .*, spo\.$"),
+        ("recipe=roll", r"recipe=roll: no such recipe\. There are cispo"),
+        ("recipe=[dapo,gspo]", r"no such recipe\. There are cispo, clip_cov, dapo, .*, sppo\.$"),
         ("data.prompt_key=a,b", """stands in quotes: 'data.prompt_key="a,b"'"""),
         ("config_name=taxi", "unknown key 'config_name'. Did you mean '--config-name'"),
         ("trainer.logger=[console", r"cannot read trainer.logger=\[console: .* a comma stands in quotes"),
@@ -359,7 +362,7 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
 MEANT = {  # of algorithms that are spelt otherwise
     "algorithm.adv_estimator=GRPO": "'grpo'", "algorithm.adv_estimator=gropo": "'grpo'",
     "algorithm.adv_estimator=REINFORCE++": "'reinforce_plus_plus'", "algorithm.adv_estimator=ppo": "recipe=ppo",
-    "algorithm.adv_estimator=Dr_GRPO": "recipe=dr_grpo", f"{LOSS}.loss_mode=gsppo": "'gspo'",
+    "algorithm.adv_estimator=Dr_GRPO": "recipe=dr_grpo", f"{LOSS}.loss_mode=gspoo": "'gspo'",
     f"{LOSS}.loss_mode=gmpo": "recipe=gmpo",
 }  # fmt: skip
 REFUSED_ALGORITHMS = [

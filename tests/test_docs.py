@@ -20,12 +20,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.step import measure
+from configs.errors import ConfigError
 from configs.extras import present
+from configs.loader import compose, options
 from configs.schema import AGGREGATION_MODES
 from extras.rollout_correction.settings import PRESETS
+from extras.verl.keys import RECIPES
 from scripts import algorithms, architecture, quickstart
 from tests.forked import python
-from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main, shipped_modules
+from tests.pages import RUN_BLOCK, SECTION, WRITTEN_FILE, runs_of_main, shipped_modules
 from tests.runs import ROOT, learning_metrics
 from training.core_algos import AdvantageEstimator
 
@@ -192,6 +195,19 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)
     assert [name for name, *_ in measured] == algorithms.RECIPES
     assert all(float(success) > 0.5 for _, *of_seeds in measured for success in of_seeds)
+
+
+def test_the_table_of_verls_recipes_says_what_their_refusals_say():
+    section = dict(SECTION.findall((ROOT / "docs/algorithms.md").read_text()))["Recipes of verl's"]
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+    told = {name: here for names, here in rows for name in re.findall(r"`([\w-]+)`", names)}
+    shipped = {name for name in told if name in options("recipe")}
+    assert told.keys() - shipped == RECIPES.keys() and all("`recipe=`" in told[name] for name in shipped)
+    for name, advice in RECIPES.items():
+        with pytest.raises(ConfigError, match=re.escape(f"recipe={name}: no such recipe. {advice}. There are cispo,")):
+            compose("frozenlake", [f"recipe={name}"])
+        named = {*re.findall(r"docs/(\w+\.md)", advice), *re.findall(r"recipe=\w+", advice)} - {"algorithms.md"}
+        assert not [part for part in named if part not in told[name]]
 
 
 def test_the_script_behind_the_algorithms_page_writes_what_it_shows(copy: Path, monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ def both(seed: int, **columns: list) -> tuple[DataProto, DataProto]:
     """The same random episodes as one row each, and as one row a turn."""
     groups = random_groups(seed)
     rng, count = np.random.default_rng(seed), sum(map(len, groups))
-    columns |= {name: rng.normal(size=count).tolist() for name in DIMENSIONS}
+    columns |= {name: rng.normal(size=count).tolist() for name in DIMENSIONS} | {"flawed": [*(rng.random(count) < 0.5)]}
     transcript, turns = (episode_batch(groups, history, seed, **columns) for history in HISTORIES)
     for batch in (transcript, turns):
         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]

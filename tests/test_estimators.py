@@ -25,7 +25,7 @@ ESTIMATORS = {name: ADV_ESTIMATOR_REGISTRY[name] for name in map(str, AdvantageE
 NAMES = [*ESTIMATORS]
 OUTCOME = {
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg",
-    "gdpo", "reinforce_plus_plus_baseline", "max_rl", "spo",
+    "gdpo", "reinforce_plus_plus_baseline", "max_rl", "spo", "sppo", "fapo",
 } & {*NAMES}  # fmt: skip
 TOKENWISE = [name for name in NAMES if name not in OUTCOME]  # they read rewards token by token, under the mask only
 READ_NO_REWARD = {"opd", "no_rewards"}  # as shipped
@@ -76,7 +76,9 @@ class Batch:
         """(advantages, returns) of a registered estimator, which gets just the arguments that it names."""
         offered = {**self.tokens, "response_mask": self.mask, "index": self.index, "config": CONFIG}
         offered |= {"gamma": GAMMA, "lam": LAM, "non_tensor_batch": self.dimensions}
-        offered |= dict.fromkeys(("reward_baselines", "tracked_values"), self.baselines)
+        offered |= dict.fromkeys(("reward_baselines", "tracked_values"), self.baselines) | {
+            "flawed": self.baselines > 0
+        }
         estimator = ESTIMATORS[name]
         named = inspect.signature(estimator).parameters
         return estimator(**{key: value for key, value in offered.items() if key in named} | settings)

@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from custom.env_wrapper import make_env
 from custom.gym.world import split_id
+from examples.careful_lake import CarefulWalk
 from tests.forked import python
 
 MINIGRID = "examples/minigrid_env.py:"
@@ -30,6 +32,16 @@ def test_without_its_package_an_example_says_what_to_install(package):
     made = f"from custom.env_wrapper import make_env\nmake_env({IDS[package]!r})"
     ran = python("-c", f"import sys; sys.modules[{package!r}] = None\n{made}")
     assert f"needs the package {package}: pip install -r requirements-envs.txt" in ran.stderr
+
+
+def test_a_careful_walk_marks_right_moves_that_pass_by_a_hole():
+    """Right and down are both optimal, and only right leads beside the hole."""
+    lake = {"desc": ("SFFF", "FFFH", "FFFF", "FFFG"), "is_slippery": False, "instruction": ""}
+    walk = CarefulWalk(make_env("FrozenLake-v1", **lake))
+    state = replace(walk.environment.start_state(0), actions=(1, 2), text="SFFF\nFPFH\nFFFF\nFFFG")
+    scores = {move: walk.score(move, state) for move in "LDRU"}
+    assert {move: score["score"] for move, score in scores.items()} == {"L": 0, "D": 1, "R": 1, "U": 0}
+    assert [move for move, score in scores.items() if score["flawed"]] == ["R"]
 
 
 def test_an_empty_room_is_a_map_to_walk_through():

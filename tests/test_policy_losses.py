@@ -24,10 +24,10 @@ from workers.models import load_causal_lm
 NAN = math.nan
 SEEDS = range(8)
 # Those that compare the answers to a prompt have rules of their own: extras/algorithms/tests/test_group_losses.py.
-LOSSES = [name for name in ["vanilla", *present("policy_loss")] if name not in ("gvpo", "pair", "spin")]
+LOSSES = [name for name in ["vanilla", *present("policy_loss")] if name not in ("flowrl", "gvpo", "pair", "spin")]
 CLIPFRAC, KL, LOWER = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
-# Where a loss decides for itself how tokens become one number.
-OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}
+# Where a loss decides for itself how tokens become one number: the mode of its first gradient.
+OWN_MODE = dict.fromkeys(("sapo", "geo_mean"), "seq-mean-token-mean") | {"sppo": "seq-mean-token-sum"}
 CORRECTIONS = {}  # by the name of a loss of an extra, the settings that it reads
 EVERY = [*LOSSES, "reinforce"]
 # Settings under which the two losses that compare the tokens of a call choose none: their choice depends on the cut.
@@ -266,8 +266,9 @@ def test_on_the_first_update_the_gradient_is_that_of_reinforce(name, mode):
     # One advantage a row, as outcome estimators give: geo_mean only knows the row's mean.
     batch = batch._replace(old=batch.new, advantages=batch.advantages.nan_to_num(1)[:, :1].expand(-1, 5).contiguous())
     _, metrics, gradient = batch.run(name, mode, config_of(name))
-    own = "seq-mean-token-mean" if name in OWN_MODE else mode
-    close(gradient, batch.run("reinforce", own)[2], 1e-7)
+    close(
+        gradient, batch.run("reinforce", OWN_MODE.get(name, mode))[2] * (2 if name == "sppo" else 1), 1e-7
+    )  # which is a square
     assert gradient.any() and not any(metrics.values())
 
 

@@ -22,11 +22,11 @@ from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, Ad
 from training.plan import check_algorithm
 from training.roles import needed_roles
 
-# Answers nearly always differ in it, so that no group ties; `even` and `short` are two rewards for gdpo.
+# Answers nearly always differ in it: no group ties. `even` and `short` are rewards for gdpo, `flawed` marks for fapo.
 REWARD = """
 def compute_reward(prompt, response, ground_truth):
     score = sum(map(ord, response)) % 97 / 97
-    return {"score": score, "even": score * 97 % 2, "short": -len(set(response))}
+    return {"score": score, "even": score * 97 % 2, "short": -len(set(response)), "flawed": score > 0.9}
 """
 SHIPPED_LOSSES = ["vanilla", *present("policy_loss")]
 NEEDED = {
@@ -80,7 +80,8 @@ def is_whole(recipe: str) -> bool:
 RECIPES = [*filter(is_whole, options("recipe"))]
 # What a recipe is known by, beside its estimator and its loss.
 ROLES = {"ppo": ("critic",), "pf_ppo": ("critic",), "prime": ("ref", "prm")} | dict.fromkeys(
-    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opd", "pair", "spin"), ("ref",)
+    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opd", "pair", "spin", "flowrl"),
+    ("ref",),
 )
 TEACHER = {"opd": ["actor_rollout_ref.ref.model.path=teacher"]}
 

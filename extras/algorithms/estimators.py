@@ -28,7 +28,7 @@ from training.core_algos import (
 ESTIMATORS: dict[str, AdvEstimatorFn] = {}  # configs/extras.py names them
 listed = partial(register_adv_est, registry=ESTIMATORS)
 NEEDS_GROUPS |= {
-    *("grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "max_rl"),
+    *("grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "max_rl", "sppo", "fapo"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 }
 
@@ -127,6 +127,40 @@ def compute_max_rl_outcome_advantage(scores: Tensor, groups: Groups, mask: Tenso
     likelihood of a success up to order n, which weighs hard prompts more. 0 where the mean is not above 0."""
     means = groups.mean(scores)
     return torch.where((means > 0) & (groups.count > 1), (scores - means) / means, 0)
+
+
+@listed("sppo")
+@outcome
+def compute_sppo_outcome_advantage(scores: Tensor, groups: Groups, mask: Tensor, **kwargs: Any) -> Tensor:
+    """SPPO (arXiv:2405.00675): P(y ≻ π_t | x) - 1/2, where P is the share of its group, itself included, that a sample
+    beats by its score; a tie is half a win. It is what the policy loss of the same name asks for."""
+    rivals = (groups.labels[:, None] == groups.labels) & mask.bool().any(-1)
+    wins, losses = ((rivals & than).sum(-1) for than in (scores[:, None] > scores, scores[:, None] < scores))
+    return ((wins - losses) / (2 * groups.count.clamp(min=1))).to(scores)
+
+
+@listed("fapo")
+@outcome
+def compute_fapo_outcome_advantage(
+    scores: Tensor,
+    groups: Groups,
+    mask: Tensor,
+    flawed: np.ndarray | Tensor,
+    token_level_scores: Tensor,
+    *,
+    wrong_score: float = 0.0,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    **kwargs: Any,
+) -> Tensor:
+    """FAPO (arXiv:2510.22543): GRPO, in which an answer that is right by flawed reasoning scores halfway to wrong ones.
+
+    `flawed` [B] is what the reward returns under that name. Such an answer is learnt while wrong ones outnumber sound
+    ones in its group, and unlearnt from then on. With scores of 1 and -1, the paper's, `wrong_score` is -1.
+    """
+    is_flawed = torch.tensor([bool(value) for value in flawed], device=scores.device)
+    penalties = zero_masked((token_level_scores.sum(-1) - wrong_score) / 2, is_flawed)
+    return groups.standardize(scores - penalties, epsilon, norm_adv_by_std_in_grpo)
 
 
 @listed("spo")

@@ -16,7 +16,15 @@ from configs.errors import ConfigError
 from data.protocol import DataProto
 from data.types import Metrics, Stage
 from training.core_algos import Groups, spread_over_tokens
-from training.losses import LossConfig, PolicyLoss, masked_mean, masked_means, register_policy_loss, zero_masked
+from training.losses import (
+    LossConfig,
+    PolicyLoss,
+    clip_bounds,
+    masked_mean,
+    masked_means,
+    register_policy_loss,
+    zero_masked,
+)
 
 LOSSES: dict[str, PolicyLoss] = {}  # configs/extras.py names them
 listed = partial(register_policy_loss, registry=LOSSES, over_mini_batch=True)
@@ -128,3 +136,33 @@ def compute_policy_loss_spin(
     """SPIN (arXiv:2401.01335), as verl-recipe has it with pairs of drawn answers: `pair_loss` by dpo_beta, in which
     π_ref is the policy before this step, the one that drew them."""
     return pair_loss(old_log_prob, log_prob, advantages, response_mask, group_ids, config.dpo_beta)
+
+
+@listed("flowrl")
+def compute_policy_loss_flowrl(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    ref_log_prob: Tensor,
+    group_ids: Tensor,
+    config: LossConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """FlowRL (arXiv:2509.15207), trajectory balance: w · (log Z + ū - flowrl_beta · A)², the mean over the answers that
+    are not alone; ū is the mean of log π - log π_ref over an answer's tokens, and w, without gradient, the geometric
+    mean of its ratios to the policy that drew it, clipped to the config's bounds.
+
+    log Z is the number that makes the loss of its group least, as in VarGrad (arXiv:2503.18929); the paper's comes from
+    a head that is trained by this loss.
+    """
+    clip_low, clip_high = clip_bounds(config)
+    groups, log_ratio = Groups(group_ids[:, 0], response_mask), zero_masked(log_prob - old_log_prob, response_mask)
+    weights = masked_mean(log_ratio.detach(), response_mask, axis=-1).exp().clamp(1 - clip_low, 1 + clip_high)
+    scores = config.flowrl_beta * masked_mean(advantages, response_mask, axis=-1)
+    flows = masked_mean(log_prob - ref_log_prob, response_mask, axis=-1) - scores
+    log_z = -groups.mean(flows.detach(), weights)
+    counts = response_mask.bool().any(-1) & (groups.count > 1)
+    loss = zero_masked(weights * (log_z + flows) ** 2, counts).sum() / counts.sum().clamp(min=1)
+    metrics = masked_means({"actor/ppo_kl": -log_ratio}, response_mask)
+    return loss, metrics | {"actor/log_z": zero_masked(log_z, counts).sum() / counts.sum().clamp(min=1)}

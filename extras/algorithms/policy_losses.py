@@ -170,12 +170,35 @@ def compute_policy_loss_geo_mean(
     pessimistic, clipped = sign * torch.minimum(sign * log_ratio, sign * bounded), log_ratio != bounded
     ratio = masked_mean(pessimistic, response_mask, axis=-1).exp()
     losses = -masked_mean(advantages, response_mask, axis=-1) * ratio
-    if rollout_is_weights is not None:
-        losses = losses * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, axis=-1).exp()
-    has_tokens = response_mask.bool().any(-1, keepdim=True)
-    loss = agg_loss(losses.unsqueeze(-1), has_tokens, "seq-mean-token-sum", **config.global_batch_info)
     metrics = clip_metrics(log_ratio, clipped & (advantages > 0), clipped & (advantages < 0))
-    return loss, masked_means(metrics, response_mask)
+    return mean_of_rows(losses, response_mask, config, rollout_is_weights), masked_means(metrics, response_mask)
+
+
+def mean_of_rows(losses: Tensor, mask: Tensor, config: LossConfig, rollout_is_weights: Tensor | None) -> Tensor:
+    """Averages losses [B] over the rows that have tokens, each times the geometric mean of its importance weights."""
+    if rollout_is_weights is not None:
+        losses = losses * masked_mean((rollout_is_weights + 1e-10).log(), mask, axis=-1).exp()
+    has_tokens = mask.bool().any(-1, keepdim=True)
+    return agg_loss(losses.unsqueeze(-1), has_tokens, "seq-mean-token-sum", **config.global_batch_info)
+
+
+@listed("sppo")
+def compute_policy_loss_sppo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """SPPO (arXiv:2405.00675): (u - sppo_eta · mean A)² of each row, averaged over the rows that have tokens, whatever
+    the mode; u is the sum of the row's log-ratios. So a step moves an answer by sppo_eta · A nats, and no further."""
+    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
+    losses = (log_ratio.sum(-1) - config.sppo_eta * masked_mean(advantages, response_mask, axis=-1)) ** 2
+    metrics = masked_means({"actor/ppo_kl": -log_ratio}, response_mask)
+    return mean_of_rows(losses, response_mask, config, rollout_is_weights), metrics
 
 
 @listed("cispo", silent_at_zero=True)

@@ -52,6 +52,8 @@ class ActorSettings(Frozen):
     tau_neg: float = setting(1.05, "How soon sapo's gradient fades where the advantage is not positive.", gt=0)
     gvpo_beta: float = setting(0.1, "How strongly gvpo holds the policy to the one that drew the answers.", gt=0)
     dpo_beta: float = setting(0.1, "How strongly pair and spin hold the policy to the reference.", gt=0)
+    flowrl_beta: float = setting(15.0, "How many nats a token flowrl asks for each unit of advantage.", gt=0)
+    sppo_eta: float = setting(1.0, "How many nats an answer sppo asks for each unit of advantage.", gt=0)
 
 
 @dataclass

@@ -104,6 +104,7 @@ RENAMED_VALUES = {
     for old, (new, *value) in READ["renamed_values"].items()
     for name, key in pairs({old: new}).items()
 } | {"data.chat_template=chatml": ["actor_rollout_ref.model.custom_chat_template", CHATML]}
+RECIPES = {name: advice for advice, names in READ["recipes"].items() for name in names.split()}
 NO_EFFECT_VALUES = {text: why for why, texts in READ["no_effect_values"].items() for text in spelt_out(texts)}
 ONLY_VALUE = {  # key: the values as texts, and why no other
     key: ([text.partition("=")[2] for text in spelt_out(texts) if text.startswith(f"{key}=")], why)
@@ -191,6 +192,11 @@ class VerlKeys(Keys):
         """Says that a choice among verl's files for a backend, such as model_engine=dp, has no effect."""
         is_backend = (group in GROUPS or package is not None) and re.fullmatch(BACKEND, str(option))
         return ONE_BACKEND if is_backend else None
+
+    @staticmethod
+    def stand_in(group: str, option: str) -> str | None:
+        """Says what verl's recipe is here (recipe=retool)."""
+        return f"{RECIPES[option]}." if group == "recipe" and option in RECIPES else None
 
     def knows(self, key: str) -> bool:
         return judge(key, None, self.schema).kind != "unknown"

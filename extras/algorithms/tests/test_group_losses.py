@@ -24,14 +24,19 @@ from workers.engine import TrainEngine
 from workers.micro_batches import PooledMetrics
 from workers.models import load_causal_lm
 
-BETAS = SimpleNamespace(gvpo_beta=0.7, dpo_beta=0.3)
-NAMES = ["gvpo", "pair", "spin"]
+BETAS = SimpleNamespace(
+    gvpo_beta=0.7, dpo_beta=0.3, flowrl_beta=2, clip_ratio=None, clip_ratio_low=0.2, clip_ratio_high=0.1
+)
+NAMES = ["flowrl", "gvpo", "pair", "spin"]
+TO_REFERENCE = ("flowrl", "pair")  # the others compare with the policy that drew the answers
 
 
 def run_loss(name, old, new, reference, advantages, mask, ids):
     """(loss, metrics, gradient with respect to `new`)."""
     log_prob = new.clone().requires_grad_()
-    columns = {"group_ids": ids[:, None].expand_as(mask)} | ({"ref_log_prob": reference} if name == "pair" else {})
+    columns = {"group_ids": ids[:, None].expand_as(mask)} | (
+        {"ref_log_prob": reference} if name in TO_REFERENCE else {}
+    )
     loss, metrics = LOSSES[name].function(old, log_prob, advantages, mask, config=BETAS, **columns)
     loss.backward()
     return loss.detach(), metrics, log_prob.grad
@@ -39,13 +44,16 @@ def run_loss(name, old, new, reference, advantages, mask, ids):
 
 def twin(name, old, new, reference, advantages, mask, ids):
     """(loss, gradient), row by row."""
-    log_prob, base = new.clone().requires_grad_(), reference if name == "pair" else old
+    log_prob, base = new.clone().requires_grad_(), reference if name in TO_REFERENCE else old
     groups = {}
     for row in range(len(mask)):
         tokens = mask[row].nonzero()[:, 0].tolist()
         if tokens:
             u = sum(log_prob[row, t] - base[row, t].item() for t in tokens)
             score = sum(advantages[row, t].item() for t in tokens) / len(tokens)
+            if name == "flowrl":
+                drift = sum(new[row, t].item() - old[row, t].item() for t in tokens) / len(tokens)
+                u, score = u / len(tokens) - 2 * score, min(max(math.exp(drift), 0.8), 1.1)
             groups.setdefault(ids[row].item(), []).append((u, score))
     parts = []
     for answers in groups.values():
@@ -53,7 +61,10 @@ def twin(name, old, new, reference, advantages, mask, ids):
             gaps = [0.7 * u - score for u, score in answers]
             mean = sum(gaps) / len(gaps)
             parts.append(sum((gap - mean) ** 2 for gap in gaps) / 2 / (len(gaps) - 1))
-        if name != "gvpo":
+        if name == "flowrl" and len(answers) > 1:
+            log_z = -sum(weight * flow for flow, weight in answers) / sum(weight for _, weight in answers)
+            parts += [weight * (flow + log_z) ** 2 for flow, weight in answers]
+        if name in ("pair", "spin"):
             scores = [score for _, score in answers]
             best, worst = scores.index(max(scores)), scores.index(min(scores))
             if scores[best] > scores[worst]:
@@ -99,12 +110,19 @@ def test_by_hand():
         slope = 0.3 / (1 + math.exp(0.12))
         close(gradient, [[-slope, -slope], [slope, 0], [0, 0]], 1e-6)
         close([metrics["actor/pair_accuracy"], metrics["actor/pair_margin"]], [1, 0.12])
+    loss, metrics, gradient = run_loss("flowrl", old, new, old, advantages, mask, ids)
+    # flows 0.15 - 2 · 1 and -0.1, 1.75 apart; weights e^0.15, clipped to 1.1, and e^-0.1; two answers are not alone
+    weights = 1.1, math.exp(-0.1)
+    pull = 1.75 * weights[0] * weights[1] / sum(weights)
+    close(loss, 1.75 * pull / 2, 1e-6)
+    close(gradient, [[-pull / 2, -pull / 2], [pull, 0], [0, 0]], 1e-6)
+    close(metrics["actor/log_z"], (1.85 * weights[0] + 0.1 * weights[1]) / sum(weights))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_that_tie_and_failed_batches_are_nothing(name):
     old, new, reference, advantages, mask, ids = drawn(0)
-    if name != "gvpo":  # which holds the policy together even where all score alike
+    if name in ("pair", "spin"):  # the others hold the policy together even where all score alike
         loss, _, gradient = run_loss(name, old, new, reference, torch.ones_like(advantages), mask, ids)
         assert loss == 0 and not gradient.any()
     loss, metrics, gradient = run_loss(name, old, new, reference, advantages, torch.zeros_like(mask), ids)
@@ -130,7 +148,7 @@ def policy(tiny_model):
 def actor_of(policy, name, cut):
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name), gvpo_beta=0.7, dpo_beta=0.3)
     engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), torch.float32)
-    reads = ("ref_log_prob", "group_ids") if name == "pair" else ("group_ids",)
+    reads = ("ref_log_prob", "group_ids") if name in TO_REFERENCE else ("group_ids",)
     return DataParallelPPOActor(config, engine, CUTS[cut], CUTS[cut], loss_reads=reads), config
 
 
@@ -177,8 +195,8 @@ def test_a_run_gives_each_what_it_reads_and_refuses_what_it_cannot_compare(name)
     config = compose(loss, "actor_rollout_ref.actor.use_kl_loss=false")
     check_algorithm(config)
     assert get_policy_loss(name) is group_losses.LOSSES[name]
-    assert loss_reads(config) == {"group_ids"} | ({"ref_log_prob"} if name == "pair" else set())
-    assert ("ref" in needed_roles(config)) == (name == "pair")
+    assert loss_reads(config) == {"group_ids"} | ({"ref_log_prob"} if name in TO_REFERENCE else set())
+    assert ("ref" in needed_roles(config)) == (name in TO_REFERENCE)
     with pytest.raises(ConfigError, match=r"set actor_rollout_ref\.rollout\.n=2 or more"):
         check_algorithm(compose(loss, "actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus"))
     with pytest.raises(ConfigError, match=r"env\.history=turns cuts them"):

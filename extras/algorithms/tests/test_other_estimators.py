@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from configs.extras import TABLE
+from configs.schema import AlgorithmConfig
+from data.protocol import DataProto
 from extras.algorithms.estimators import ESTIMATORS
 from tests.batches import close
 from tests.test_estimators import ANCHOR, MASK, NAN, Batch, flat, whitened
+from training.advantage import Estimator
 
 
 def test_the_table_names_each():
@@ -87,6 +90,40 @@ def test_turn_gae_by_hand():
     close(advantages[mask.bool()], flat(whitened([found])))
     without, _ = ESTIMATORS["turn_gae"](rewards, **settings)  # a response is one turn: 3 - 1 and 3 - 1
     assert not without.any()
+
+
+def of_one_prompt(name, scores, **settings):
+    rewards = torch.tensor(scores)[:, None]
+    return ESTIMATORS[name](rewards, torch.ones(len(scores), 1), ["a"] * len(scores), **settings)[0][:, 0]
+
+
+def test_sppo_counts_ties_as_half_a_win():
+    # of three, the two best win (½ + ½ + 1) / 3, and the last (0 + 0 + ½) / 3
+    close(of_one_prompt("sppo", [2.0, 2.0, -1.0]), [1 / 6, 1 / 6, -1 / 3])
+
+
+@pytest.mark.parametrize(("scores", "wrong"), [([1.0, 1, 1, 0, 0], 0), ([1.0, 1, 1, -1, -1], -1)])
+def test_fapo_puts_right_answers_that_are_flawed_halfway_to_wrong_ones(scores, wrong):
+    """The third and the last are flawed; the last, which is wrong, loses nothing. A penalty of 0.1 for length stays."""
+    settings = {"flawed": [False, False, True, False, True], "token_level_scores": torch.tensor(scores)[:, None]}
+    settings |= {"wrong_score": wrong, "norm_adv_by_std_in_grpo": False}
+    unit = (1 - wrong) / 2
+    close(of_one_prompt("fapo", scores, **settings), [unit * share for share in (1, 1, 0, -1, -1)])
+    moved = of_one_prompt("fapo", [score - 0.1 * (row == 2) for row, score in enumerate(scores)], **settings)
+    close(moved[2] - moved[0], -unit - 0.1)
+
+
+@pytest.mark.parametrize(("sound", "wrong", "sign"), [(1, 2, 1), (2, 2, 0), (3, 2, -1)])
+def test_fapo_learns_a_flawed_answer_while_wrong_ones_are_more_than_sound_ones(sound, wrong, sign):
+    scores, flawed = [1.0] * (1 + sound) + [0.0] * wrong, [True] + [False] * (sound + wrong)
+    found = of_one_prompt("fapo", scores, flawed=flawed, token_level_scores=torch.tensor(scores)[:, None])
+    assert found[0].sign() == sign
+
+
+def test_fapo_needs_a_reward_that_marks_flawed_answers():
+    columns = {name: torch.ones(2, 1) for name in ("token_level_rewards", "token_level_scores", "response_mask")}
+    with pytest.raises(ValueError, match=r"adv_estimator=fapo needs \['flawed'\].* come from the data and the reward"):
+        Estimator(AlgorithmConfig(adv_estimator="fapo"))(DataProto.from_dict(columns, {"uid": ["a", "a"]}))
 
 
 def test_gpg_multiplies_by_its_factors():

@@ -55,6 +55,17 @@ def test_dro_by_hand():
     close(metrics[KL], -math.log(2))
 
 
+def test_sppo_by_hand():
+    """Sums of log-ratios against half of the mean advantages: ln 1.8 and ln 0.625 against -1/3 and 0.1875."""
+    loss, metrics, gradient = ANCHOR.run("sppo", config=actor_config(sppo_eta=0.5))
+    distances = math.log(1.8) + 1 / 3, math.log(0.625) - 0.1875
+    close(loss, (distances[0] ** 2 + distances[1] ** 2) / 2)
+    close(
+        gradient, distances[0] * torch.tensor([[1, 1, 1, 0], [0] * 4]) + distances[1] * torch.tensor([[0] * 4, [1] * 4])
+    )
+    close(metrics[KL], -(math.log(1.8) + math.log(0.625)) / 7)
+
+
 def test_geo_mean_bears_an_importance_weight_of_zero():
     weights = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]])
     row_losses = [batch.run("geo_mean")[0] for batch in (ANCHOR.rows([0]), ANCHOR.rows([1]))]

@@ -208,7 +208,7 @@ def test_syncs_are_bounded(gpu_run, stage):
     assert run.syncs[stage] <= most, f"{run.syncs[stage]} syncs, above {most}:\n{table}"
 
 
-ELSEWHERE = {"gvpo", "pair", "spin", "distillation", "distillation_topk"}  # they read columns of stages
+ELSEWHERE = {"flowrl", "gvpo", "pair", "spin", "distillation", "distillation_topk"}  # they read columns of stages
 MODES = sorted({*POLICY_LOSS_REGISTRY} - ELSEWHERE)
 LOSSES = [
     *({"policy_loss": PolicyLossConfig(loss_mode=name, dro_beta=0.05)} for name in MODES),

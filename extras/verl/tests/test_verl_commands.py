@@ -116,6 +116,7 @@ COMMANDS = {
         {A}.policy_loss.ppo_kl_coef=1.0 {A}.clip_ratio_low=1 {A}.clip_ratio_high=1
         """,
     "sapo": f"algorithm.adv_estimator=grpo {BY_TOKENS} {A}.policy_loss.loss_mode=sapo {A}.tau_pos=1.0 {A}.tau_neg=1.05",
+    "sppo": f"algorithm.adv_estimator=sppo {BY_TOKENS} {A}.policy_loss.loss_mode=sppo algorithm.sppo_eta=0.5",
     "optimal token baseline": f"""
         algorithm.adv_estimator=optimal_token_baseline {BY_TOKENS} {A}.calculate_sum_pi_squared=True
         {A}.sum_pi_squared_checkpointing=False {R}.calculate_log_probs=True
