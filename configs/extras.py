@@ -113,7 +113,7 @@ TABLE: dict[str, dict[str, str]] = {
         "TrainingConfig": "extras.python.objects:TrainingConfig",
         "CellProgress": "extras.python.notebook:CellProgress",
         **{  # of data/tools.py
-            name: f"extras.tools.base:{name}"
+            name: f"extras.tools.tool_classes:{name}"
             for name in ("BaseTool", "FunctionTool", "ToolResponse", "ToolSchema", "function_tool", "schema_of_text")
         },
     },

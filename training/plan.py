@@ -40,7 +40,7 @@ LIB_KEY = "actor_rollout_ref.model.external_lib"
 
 @dataclass(frozen=True)
 class Plan:
-    """What settings alone say of a run.
+    """Holds what settings alone say of a run.
 
     Attributes:
         trainer_class: `RayPPOTrainer`, a subclass of the user's, or what an extra makes of either.

@@ -5,7 +5,7 @@ import math
 import operator
 from typing import Any
 
-from extras.tools.base import BaseTool, ToolResponse, ToolSchema, schema_of_text
+from extras.tools.tool_classes import BaseTool, ToolResponse, ToolSchema, schema_of_text
 
 LONGEST = 200  # characters of an expression
 LARGEST = 10**30  # of any number on the way, so that no call takes long

@@ -13,9 +13,9 @@ from data.chat import ChatFormat, shows_tools, tool_kwargs
 from data.rows import kwargs_in
 from data.tool_parsers import ToolParser
 from data.types import Row
-from extras.tools.base import KEY, TOOL_MARK, BaseTool, FunctionTool
 from extras.tools.factory import Factory, ToolsBeside
 from extras.tools.files import tools_of_yaml
+from extras.tools.tool_classes import KEY, TOOL_MARK, BaseTool, FunctionTool
 from extras.tools.tool_episode import ToolEpisode
 from extras.tools.toolbox import Toolbox
 from workers.agents.episode import Episode

@@ -21,7 +21,7 @@ import yaml
 from configs.errors import first_line
 from configs.import_utils import load_named
 from configs.paths import find_path
-from extras.tools.base import TOOL_MARK, BaseTool, FunctionTool, ToolResponse
+from extras.tools.tool_classes import TOOL_MARK, BaseTool, FunctionTool, ToolResponse
 
 FLAT_KEYS = ("name", "description", "parameters")
 OF_LIST = ("name", "required")  # of a parameter in a list; the rest is its JSON Schema

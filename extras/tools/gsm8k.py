@@ -4,7 +4,7 @@ import re
 from typing import Any
 from uuid import uuid4
 
-from extras.tools.base import BaseTool, ToolResponse, ToolSchema, schema_of_text
+from extras.tools.tool_classes import BaseTool, ToolResponse, ToolSchema, schema_of_text
 
 NUMBER = re.compile(r"-?[\d.,]+")
 NO_PROGRESS = -0.05  # what a further answer costs that scores no better than the best before

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from data.rows import read_rows
-from extras.tools.base import BaseTool, ToolResponse, ToolSchema, schema_of_text
+from extras.tools.tool_classes import BaseTool, ToolResponse, ToolSchema, schema_of_text
 
 WORD = re.compile(r"\w+")
 K1, B = 1.2, 0.75  # how soon repetition stops to count, and how much length does (Robertson and Zaragoza, 2009)

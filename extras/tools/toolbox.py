@@ -13,7 +13,7 @@ from configs.import_utils import accepts
 from configs.schema import MultiTurnConfig
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, read_json
 from data.types import Reply, check_text
-from extras.tools.base import JSON_TYPES, BaseTool, ToolResponse, as_response, as_reward, types_of
+from extras.tools.tool_classes import JSON_TYPES, BaseTool, ToolResponse, as_response, as_reward, types_of
 from workers.agents.user_code import Overdue, in_users_loop, slots
 
 THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)  # a prompt may begin one

@@ -126,7 +126,7 @@ def test_a_yaml_describes_a_function_in_other_words(write, tmp_path):
         ),
         (
             "tools: [{class_name: data.tools.ToolResponse}]",
-            "it must be a subclass of extras.tools.base.BaseTool",
+            "it must be a subclass of extras.tools.tool_classes.BaseTool",
         ),
         ("tools: [{class_name: data.tools.BaseTool}]", "has no schema: give tool_schema in the yaml"),
         (
