@@ -20,7 +20,7 @@ from configs.paths import ROOT
 from configs.schema import Config
 
 CORE = ("configs", "data", "training", "workers", "custom")
-PRODUCT = (*CORE, "extras")
+PRODUCT = (*CORE, "extras", "verl.py")
 SMALL = 60  # lines; a module below it is hardly worth a name of its own
 VERBS_IN_ED = frozenset(["embed", "feed", "need", "seed", "speed", "succeed"])
 # fmt: off

@@ -54,7 +54,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
     for name in ("configs", "custom", "data", "examples", "extras", "scripts", "training", "workers"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (ROOT / "main.py", *ROOT.glob("requirements*.txt")):
+    for file in (ROOT / "main.py", ROOT / "verl.py", *ROOT.glob("requirements*.txt")):
         shutil.copy2(file, folder)
     compileall.compile_dir(folder, quiet=1)
     return folder
