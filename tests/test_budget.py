@@ -38,16 +38,16 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_100,
+    "core lines": 17_240,
     "core files": 83,
-    "product lines": 40_930,
+    "product lines": 41_510,
     "scripts and benchmarks": 3_940,
     "names in training/": 20,
     "names in workers/": 25,
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 44,
+    "modules under 60 lines": 46,
     "modules with one importer": 49,
     "settings": 343,  # verl's keys of distillation are 13
     "file names in two folders": 16,

@@ -153,12 +153,12 @@ SAID = {
     "37": [("main", f"{ROLLOUT}.mode=async {ROLLOUT}.n=2 {ROLLOUT}.temperature=0.9", "notice: .*mode")],
     "38": [("main", f"{ROLLOUT}.name=naive", "notice: .*naive")],
     "40": [("main", f"{ACTOR}.strategy=fsdp {ACTOR}.use_kl_loss=true", "notice: .*strategy")],
-    "41": [("main", f"{ACTOR}.optim.beta1=0.9", r"betas=\[0\.9,0\.999\]")],
+    "41": [("main", f"{ACTOR}.optim.beta1=0.8", "set optim.betas")],
     "43": [("main", f"{ACTOR}.loss_agg_mode=token_level", "token-mean")],
     "49, 55": [("main", "reward_model.custom_reward_function.path=a.py", "notice: reward_model")],
     "51": [
         ("main", "reward_model.reward_manager=limited", "notice: .*max_rpm"),
-        ("main", "reward_model.reward_format=math", "data_source"),
+        ("main", "reward_model.reward_format=math", "docs/rewards.md"),
     ],
     "54": [
         ("main", "data.chat_template=alpaca", "custom_chat_template"),
@@ -168,9 +168,15 @@ SAID = {
         ("eval", "data.val_files=rows.jsonl", "notice: data.val_files"),
         ("eval", "data.path=rows.jsonl reward_model.enable=true", "custom_reward_function"),
     ],
-    "78": [("generate", "data.input_files=rows.jsonl actor_rollout_ref.model.path=m", "notice: .*data.input_files")],
+    "78": [
+        (
+            "generate",
+            "data.input_files=rows.jsonl actor_rollout_ref.model.path=m data.output_path=o.jsonl",
+            "notice: .*data.path",
+        )
+    ],
     "101": [("main", "algorithm.kl_ctrl.type=adaptive", "notice: .*use_kl_in_reward")],
-    "102": [("main", "algorithm.rollout_correction.enable=true", "preset")],
+    "102": [("main", "algorithm.rollout_correction.enable=true", "rollout_correction=PRESET")],
     "109, 110": [("main", "actor_rollout_ref.actor.use_prefix_grouper=true", "notice: .*use_prefix_grouper")],
     "119": [("main", "trainer.balance_batch=true", "notice: trainer.balance_batch=True has no effect")],
     "122, 123, 124": [
