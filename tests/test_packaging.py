@@ -54,12 +54,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of a fresh virtual environment with the wheel, which finds all other packages in this one's."""
-    folder = tmp_path_factory.mktemp("venv")
+    """The bin/ of a fresh virtual environment with the wheel."""
+    return environment_with(tmp_path_factory.mktemp("venv"), wheel)
+
+
+def environment_with(folder: Path, *installed: str | Path) -> Path:
+    """The bin/ of a virtual environment in `folder`, which finds all other packages in this one's."""
     assert run(sys.executable, "-m", "venv", "--without-pip", folder).returncode == 0
-    run_pip("--python", folder / "bin/python", "install", "--no-deps", "--no-index", wheel)
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    flags = "--no-deps", "--no-index", "--no-build-isolation"
+    run_pip("--python", folder / "bin/python", "install", *flags, *installed)
     return folder / "bin"
 
 
@@ -75,9 +80,10 @@ def model(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_every_file_of_the_product_and_no_test(wheel):
     paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
     product = {str(path.relative_to(ROOT)) for path in paths if path.suffix not in (".pyc", ".ipynb")}
-    product = {name for name in product if "/tests/" not in name and not name.startswith("scripts/installed/")}
+    product = {name for name in product if "/tests/" not in name}
     names = {name.removeprefix("nano_verl/") for name in ZipFile(wheel).namelist()}
     assert {"extras/report/page.html", "extras/verl/keys.toml"} < product <= names and "main.py" in names
+    assert "verl.py" not in names  # an installed verl is not stood in for
     assert not [name for name in names if "tests" in Path(name).parts or name.endswith(".pyc")]
     assert {"nano_verl.pth", "__init__.py", "data/__init__.py", "workers/__init__.py"} < names
 
@@ -91,6 +97,20 @@ def test_the_command_helps_and_refuses_in_one_line_where_files_of_the_user_have_
     refused = run(commands / "nano-verl", "trainer.sede=1", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.startswith("error: unknown key 'trainer.sede'"), refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+def test_an_editable_install_has_extras_and_leaves_the_repository_what_is_imported(wheel, tmp_path):
+    bin_folder, empty = environment_with(tmp_path / "venv", "--editable", f"{ROOT}[test,vllm]"), tmp_path / "empty"
+    empty.mkdir()
+    refused = run(bin_folder / "nano-verl", "trainer.sede=1", cwd=empty)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: unknown key 'trainer.sede'"), refused.stderr
+    shows = (
+        "import configs.loader, importlib.metadata as all; print(configs.loader.__file__, all.requires('nano-verl'))"
+    )
+    shown = run(bin_folder / "python", "-c", shows, cwd=empty)
+    assert shown.stdout.startswith(f"{ROOT}/configs/loader.py "), shown.stderr
+    assert all(f"{name}==" in shown.stdout and f"extra == '{extra}'" in shown.stdout
+               for name, extra in {"pytest": "test", "vllm": "vllm"}.items())  # fmt: skip
 
 
 @pytest.mark.slow
