@@ -34,11 +34,13 @@ ELSEWHERE = {  # name in other frameworks → ours
     "group_size": "n", "learning_rate": "lr", "max_completion_length": "max_response_length",
     "max_grad_norm": "clip_grad", "max_new_tokens": "max_response_length", "max_steps": "total_training_steps",
     "num_epochs": "total_epochs", "num_generations": "n", "num_samples": "n", "num_train_epochs": "total_epochs",
-    "output_dir": "default_local_dir", "rollout_n": "n", "run_name": "experiment_name", "save_steps": "save_freq",
-    "seed": "trainer.seed", "steps": "total_training_steps",
+    "output_dir": "default_local_dir", "reinforce++": "reinforce_plus_plus", "rollout_n": "n",
+    "run_name": "experiment_name", "save_steps": "save_freq", "seed": "trainer.seed", "steps": "total_training_steps",
     "total_step": "total_training_steps", "total_steps": "total_training_steps",
     "val_freq": "test_freq", **dict.fromkeys(("model", "model_name", "model_name_or_path", "model_path"), "model.path"),
 }  # fmt: skip
+ALIKE = 0.65  # of difflib's ratio: lam is like lambda, and rloo not like retool
+FEW = 3  # keys of one last part: path, name and enable say nothing without their section
 notices.setLevel(NOTICE)
 notices.propagate = False
 logging.addLevelName(NOTICE, "NOTICE")
@@ -180,23 +182,33 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Returns " Did you mean …?" with the nearest key, or an empty text: first of the same section, then of the same
-    last part; a name of other frameworks is read as ours."""
+    """Returns " Did you mean …?" with the nearest key, or an empty text if none is near; first those of the section.
+
+    A name of other frameworks is read as ours."""
     section, dot, last = name.rpartition(".")
     name = section + dot + ELSEWHERE.get(last, last)
     section, _, last = name.rpartition(".")
-    same = [key for key in known if key.rpartition(".")[2] == last]
     close = nearest_by_last_part(last, [key for key in known if key.rpartition(".")[0] == section])
-    close = close or [key for key in known if key == section]  # a setting that has no parts
-    close = close or [key for key in same if f".{section}." in f".{key}"] or same
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.75) or nearest_by_last_part(last, known)
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    close = close or [key for key in known if key.startswith(name)]
+    close = close or difflib.get_close_matches(name, [key for key in known if is_alike(key, name)], n=1, cutoff=0)
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    below = [key for key in known if f".{section}." in f".{key}"]
+    close = close or [key for key in same if key in below] or nearest_by_last_part(last, below)
+    elsewhere = same or nearest_by_last_part(last, known, cutoff=0.85)
+    close = close or (elsewhere if len(elsewhere) <= FEW else [])
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def nearest_by_last_part(last: str, keys: list[str]) -> list[str]:
+def is_alike(key: str, name: str) -> bool:
+    """Says whether each part of `key` is like that of `name`, which may have more: a setting that has no parts."""
+    parts, others = key.split("."), name.split(".")
+    pairs = zip(parts, others, strict=False)
+    return len(parts) <= len(others) and all(difflib.get_close_matches(one, [other], 1, ALIKE) for one, other in pairs)
+
+
+def nearest_by_last_part(last: str, keys: list[str], cutoff: float = ALIKE) -> list[str]:
     by_last = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    return [by_last[match] for match in difflib.get_close_matches(last, [*by_last], n=1, cutoff=0.6)]
+    return [by_last[match] for match in difflib.get_close_matches(last, [*by_last], n=1, cutoff=cutoff)]
 
 
 def first_line(error: Exception) -> str:

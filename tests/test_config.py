@@ -298,11 +298,19 @@ def test_values_with_a_default_ask_for_no_critic(estimator):
         ("batch_size", "data.train_batch_size"),
         ("num_epochs", "trainer.total_epochs"),
         ("model", "actor_rollout_ref.model.path"),
+        ("actor_rollout_ref.rollout.gpu_mem", "actor_rollout_ref.rollout.gpu_memory_utilization"),
+        ("critic.optm.lr", "critic.optim.lr"),
     ],
 )
 def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant):
     with pytest.raises(ConfigError, match=rf"^unknown key '{re.escape(typo)}'\. Did you mean '{re.escape(meant)}'\?"):
         compose(f"{typo}=1")
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.interplay", "trainer.path", "x.enable", "trainer.wandb"])
+def test_an_unknown_key_that_is_near_none_is_refused_without_a_guess(key):
+    with pytest.raises(ConfigError, match=rf"^unknown key '{re.escape(key)}'\. --cfg job lists them all"):
+        compose(f"{key}=1")
 
 
 def test_an_unknown_key_of_a_yaml_or_behind_a_plus_is_answered_too(tmp_path):
