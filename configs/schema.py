@@ -117,7 +117,7 @@ class PretrainedModelConfig(Frozen):
     path: str | None = setting(None, "Hugging Face model directory (or hub name, if the hub is reachable).")
     tokenizer_path: str | None = setting(None, "Tokenizer directory; null: the model's.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model or tokenizer.")
-    custom_chat_template: str | None = setting(None, "Jinja chat template that replaces the tokenizer's.")
+    custom_chat_template: str | None = setting(None, "Jinja text; null: the tokenizer's own template.", jinja=True)
     override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
 
     @property

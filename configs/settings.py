@@ -246,6 +246,7 @@ RULES = {
         lambda value, _: all(isinstance(item, str) for item in (value if isinstance(value, list) else [value])),
         "must be a text or a list of texts",
     ),
+    "jinja": (lambda value, _: "{" in value, "is no Jinja template: it has no {{{{ … }}}}"),
     "steps": (lambda value, words: value in words or type(value) is int, "must be a whole number, or {}"),
 }
 

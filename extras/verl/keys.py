@@ -23,6 +23,7 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 ONE_BACKEND = "there is one backend, transformers with FSDP2"
 OFF = (None, False, 0, "", "disabled", "none", "null", "False", [], {})
 MANY = 12  # settings of a yaml without effect; more are counted, and not listed
@@ -103,7 +104,7 @@ RENAMED_VALUES = {
     name: [key, *value]
     for old, (new, *value) in READ["renamed_values"].items()
     for name, key in pairs({old: new}).items()
-} | {"data.chat_template=chatml": ["actor_rollout_ref.model.custom_chat_template", CHATML]}
+} | {f"{TEMPLATE}=chatml": [TEMPLATE, CHATML]}
 NO_EFFECT_VALUES = {text: why for why, texts in READ["no_effect_values"].items() for text in spelt_out(texts)}
 ONLY_VALUE = {  # key: the values as texts, and why no other
     key: ([text.partition("=")[2] for text in spelt_out(texts) if text.startswith(f"{key}=")], why)

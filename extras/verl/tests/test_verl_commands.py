@@ -1,6 +1,7 @@
 """The overrides of verl's example scripts, algorithm by algorithm, each key of which acts here or says why not."""
 
 import json
+import re
 from dataclasses import asdict
 
 import pytest
@@ -15,8 +16,8 @@ from extras.evaluation import main_generation
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig
 from extras.sft import trainer as sft_trainer
 from extras.sft.settings import SFTConfig
+from extras.verl.keys import CHATML, judge
 from extras.verl.keys import COMMON as TABLE
-from extras.verl.keys import judge
 from tests.runs import compose, learning_metrics
 
 A, R, F, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
@@ -328,15 +329,36 @@ def test_whole_commands_of_all_kinds_and_versions_compose_or_say_why_not(name, c
         ("sft", "engine=megatron engine.optimizer_offload=True", "fsdp_config.optimizer_offload", True),
         ("sft", "trainer.resume_path=/x", "trainer.resume_mode", "resume_path"),
         ("sft", "model.lora.rank=8", "model.lora_rank", 8),
+        ("sft", "data.chat_template=chatml", "model.custom_chat_template", CHATML),
         ("sft", "data.micro_batch_size=8 trainer.n_workers_per_node=2", "data.micro_batch_size_per_gpu", 4),
         ("generation", "rollout.temperature=0", "rollout.do_sample", False),
         ("generation", "rollout.prompt_length=64", "data.max_prompt_length", 64),
         ("generation", f"{R}.n=3", "rollout.n", 3),
         ("generation", "rollout.seed=7", "trainer.seed", 7),
+        ("generation", "data.input_files=x", "data.path", "x"),
+        ("evaluation", "data.val_files=x reward_model.enable=False", "data.path", "x"),
     ],
 )
 def test_a_key_of_verls_does_its_work_under_the_name_that_it_has_here(entry, overrides, key, value):
     assert setting_at(asdict(compose_whole(entry, *overrides.split(), "")), key) == value
+
+
+@pytest.mark.parametrize(
+    ("entry", "override", "named"),
+    [
+        ("main", "data.chat_template=alpaca", f"{M}.custom_chat_template"),
+        ("sft", "data.chat_template=qwen", "model.custom_chat_template"),
+        ("main", f"{R}.interactions=[conversation]", f"{R}.multi_turn.interaction_config_path"),
+        ("main", "reward_model.reward_format=x", "reward.custom_reward_function.path"),
+        ("main", "algorithm.rollout_correction.enable=True", "algorithm.rollout_correction.rollout_is=token"),
+        ("main", f"{A}.optim.beta1=0.8", "optim.betas"),
+        ("evaluation", "reward_model.enable=True", "reward.custom_reward_function.path"),
+    ],
+)
+def test_a_key_that_guides_show_is_refused_by_what_to_set(entry, override, named):
+    with pytest.raises(ConfigError, match=re.escape(named)) as refused:
+        compose_whole(entry, override)
+    assert "Did you mean" not in str(refused.value)
 
 
 def test_a_reason_names_the_keys_of_the_command_that_it_is_given_in():

@@ -127,7 +127,7 @@ MANAGER_KEYS = ["reward.reward_manager.name", "reward_manager.name", "reward_mod
 
 
 @pytest.mark.parametrize("key", MANAGER_KEYS)
-@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo", "prime", "remote", "rate_limited"])
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo", "prime", "remote", "rate_limited", "limited"])
 def test_managers_of_verl_are_accepted_with_what_is_done_here(key, name, capsys):
     assert compose(f"{key}={name}") == compose()
     [said] = capsys.readouterr().err.splitlines()
