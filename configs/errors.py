@@ -18,7 +18,7 @@ from typing import NoReturn
 from configs.paths import ROOT
 from configs.process import shows_tracebacks
 
-FOLDERS = ("configs", "data", "training", "workers", "extras", "scripts", "custom/gym", "main.py")
+FOLDERS = ("configs", "data", "training", "workers", "extras", "scripts", "custom/gym", "main.py", "verl.py")
 FRAMEWORK = [ROOT / part for part in FOLDERS]
 ENTRANCES = [(str(ROOT / "custom/env_wrapper.py"), name) for name in ("make_env", "make_text_env")]  # into custom/gym
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()

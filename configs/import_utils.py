@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain
 from pathlib import Path
@@ -57,6 +57,14 @@ class Imports:
     def idle_methods(cls) -> Mapping[str, str]:
         """Returns, by module.Class.method of ours, what to do instead of overriding it: here it is not called."""
         return {}
+
+    @classmethod
+    def find_installed(cls, name: str) -> ModuleSpec | None:
+        """Finds the project itself, wherever it is installed: a package. A module, as ROOT/verl.py, stands in."""
+        finders = [finder for finder in sys.meta_path if finder is not cls]
+        folders = [*sys.path, *Neighbours.folders, ""]
+        specs = (finder.find_spec(name, [folder]) for folder in folders for finder in finders)
+        return next((spec for spec in specs if spec and spec.origin and spec.submodule_search_locations), None)
 
 
 sys.meta_path.append(Neighbours)
@@ -262,13 +270,13 @@ def check_imports(file: Path) -> None:
     """Checks that a file, and those beside it that it imports, get the modules beside them and no others of that name.
 
     Raises:
-        ValueError: `import` gives another module, unless it is Python's own; names both files.
+        ValueError: `import` gives another module, unless it is Python's own or of the kind `imports`; names both files.
     """
     files, checked, folders = [file], set[Path](), [*Neighbours.folders, str(file.parent)]
     while files:
         importer = files.pop()
         checked.add(importer)
-        for name in sorted(imported_names(importer) - sys.stdlib_module_names):
+        for name in sorted(imported_names(importer) - sys.stdlib_module_names - {*present("imports")}):
             paths = (file.parent / f"{name}.py", file.parent / name / "__init__.py")
             beside = next((path for path in paths if path.is_file() and is_users(str(path))), None)
             if beside is None or beside in checked:

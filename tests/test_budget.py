@@ -20,7 +20,7 @@ from configs.paths import ROOT
 from configs.schema import Config
 
 CORE = ("configs", "data", "training", "workers", "custom")
-PRODUCT = (*CORE, "extras")
+PRODUCT = (*CORE, "extras", "verl.py")
 SMALL = 60  # lines; a module below it is hardly worth a name of its own
 VERBS_IN_ED = frozenset(["embed", "feed", "need", "seed", "speed", "succeed"])
 # fmt: off
@@ -38,23 +38,23 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 16_980,
+    "core lines": 17_001,
     "core files": 81,
-    "product lines": 40_800,
+    "product lines": 40_880,
     "scripts and benchmarks": 3_770,
     "names in training/": 19,
     "names in workers/": 24,
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 43,
+    "modules under 60 lines": 44,
     "modules with one importer": 49,
     "settings": 341,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 40_500,
+    "test lines": 40_630,
 }
 
 

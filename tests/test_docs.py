@@ -51,7 +51,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
     for name in ("configs", "custom", "data", "extras", "scripts", "training", "workers"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy2(ROOT / "main.py", folder)
+    for name in ("main.py", "verl.py"):
+        shutil.copy2(ROOT / name, folder)
     compileall.compile_dir(folder, quiet=1)
     return folder
 

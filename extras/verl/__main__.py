@@ -32,7 +32,7 @@ from configs.settings import defaults, known_keys, leaves
 from extras.sandbox import child
 from extras.sandbox.run import Call, check_fences, fences, run_shell
 from extras.verl.keys import VerlKeys, judge
-from extras.verl.programs import ENTRIES, MERGER, Entry, check_here, name_of, programs_in
+from extras.verl.programs import ENTRIES, MERGER, Entry, check_here, entry_of, name_of, programs_in
 
 SECONDS = 20.0  # for a script
 LONGEST = 100_000  # characters of one
@@ -165,7 +165,7 @@ def at_home(word: str, project: Path, cwd: Path) -> str:
 def read_program(call: Call, program: str, arguments: list[str]) -> Reading:
     if re.fullmatch(MERGER, name_of(program)):
         return read_merger(program, arguments, call.variables)
-    entry = next(it for it in ENTRIES if re.fullmatch(it.programs, name_of(program)))
+    entry = entry_of(program, arguments)
     if entry.config == "sft":  # torchrun says how many workers there are
         arguments = [*arguments, *workers_of(call.words, arguments)]
     reading = read_settings(program, entry, arguments, call.variables)

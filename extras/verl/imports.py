@@ -9,7 +9,7 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import yaml
@@ -31,7 +31,7 @@ class StandIn(ModuleType):
         raise AttributeError(name if name.startswith("__") else why_not_here(full))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in names_of_verl()[self.__name__]:
+        if name in names_of_verl().get(self.__name__, {}):
             raise AttributeError(
                 f"{self.__name__}.{name} cannot be replaced from outside: register a function or class of yours "
                 "(CONTRIBUTING.md)."
@@ -56,17 +56,15 @@ class StandIns(Imports):
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        top = name.partition(".")[0]
-        if top != "verl" or not (cls.is_needed() if name == top else isinstance(sys.modules.get(top), StandIn)):
+        top, _, rest = name.partition(".")
+        if top != "verl" or (rest and not isinstance(sys.modules.get(top), StandIn)):
             return None
-        if name not in names_of_verl():
+        if not rest and (spec := cls.find_installed(top)):
+            return spec
+        program = name.removesuffix(".__main__")
+        if name not in names_of_verl() and not is_program(program):
             raise ImportError(why_not_here(name), name=name)
-        return ModuleSpec(name, cls, is_package=True)
-
-    @classmethod
-    def is_needed(cls) -> bool:
-        specs = (finder.find_spec("verl", None, None) for finder in sys.meta_path if finder is not cls)
-        return not any(spec and spec.origin for spec in specs)
+        return ModuleSpec(name, cls, is_package=name == program)
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> StandIn:
@@ -74,8 +72,14 @@ class StandIns(Imports):
 
     @staticmethod
     def exec_module(module: StandIn) -> None:
-        served = names_of_verl()[module.__name__].items()
+        served = names_of_verl().get(module.__name__, {}).items()
         module.__all__ = [name for name, target in served if is_here(target.partition(":")[0])]
+
+    @staticmethod
+    def get_code(name: str) -> CodeType:
+        """Returns what `python -m PROGRAM` executes, the module PROGRAM.__main__: the command of ours for it."""
+        program = name.removesuffix(".__main__")
+        return compile(f"from extras.verl.programs import run; run({program!r})", name, "exec")
 
 
 @cache
@@ -113,15 +117,28 @@ def names_of_verl() -> dict[str, dict[str, str]]:
     return table_of_verl()[0]
 
 
+def refusal_of(name: str) -> str | None:
+    """Returns what to use in place of a name or module that the table refuses, itself or a part that it is in."""
+    refused = table_of_verl()[1]
+    parents = (name.rsplit(".", place)[0] for place in range(name.count(".")))
+    return next((refused[parent] for parent in parents if parent in refused), None)
+
+
+def is_program(name: str) -> bool:
+    """Says whether `name` is a program of verl's, which the table serves or refuses as a module."""
+    from extras.verl.programs import program_of  # which a run does not need
+
+    return program_of(["-m", name]) is not None and (name in names_of_verl() or refusal_of(name) is not None)
+
+
 def why_not_here(name: str) -> str:
     """Returns what to use in place of `name`, a module of verl or a name in one."""
-    served, refused = table_of_verl()
+    served = names_of_verl()
     module, _, attribute = name.rpartition(".")
     home = served.get(module, {}).get(attribute, "").partition(":")[0]
     if home and not is_here(home):
         return f"{name} is not here: {absence(home.split('.')[1])}"
-    parents = (name.rsplit(".", place)[0] for place in range(name.count(".")))
-    if reason := next((refused[parent] for parent in parents if parent in refused), None):
+    if reason := refusal_of(name):
         return f"{name} is not here: {reason}."
     known = [*served, *(f"{module}.{member}" for module, names in served.items() for member in names)]
     near = "".join(f" Did you mean {match}?" for match in get_close_matches(name, known, 1, 0.8))

@@ -1,13 +1,15 @@
 """Finds verl's programs among the words of a command, and the commands of ours that do their work."""
 
 import re
+import runpy
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, notice, refusals
 from configs.extras import absence, is_here
 
 END_OF_COMMAND = re.compile(r"[|;&]+|\d?>.*")
@@ -44,6 +46,7 @@ ENTRIES = (
     of_extra(r"main_eval\w*", "evaluation.main_eval", "evaluation", "EvaluationConfig", "check_evaluation"),
     Entry(r"main_\w+|\w+_main", ("main.py",), "ppo_trainer", "configs.schema:Config", "configs.checks:check_config"),
 )
+SERVER = of_extra("main_generation_server", "server", "server", "ServerConfig", "check_server")
 MERGER = r"(legacy_)?model_merger"
 PROGRAM = "|".join([MERGER, *(it.programs for it in ENTRIES)])
 
@@ -77,3 +80,20 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
 def name_of(program: str) -> str:
     """Returns the last part of verl.trainer.main_ppo, or of recipe/dapo/main_dapo.py."""
     return re.split(r"[./]", program.removesuffix(".py"))[-1]
+
+
+def entry_of(program: str, arguments: list[str]) -> Entry:
+    """Returns the command of ours for a program of verl's: a server if a setting of one is among its arguments."""
+    name = name_of(program)
+    serves = any(re.match(r"\+*server\.", argument) for argument in arguments)
+    return next(it for it in (SERVER, *ENTRIES)[not serves :] if re.fullmatch(it.programs, name))
+
+
+def run(program: str) -> None:
+    """Runs the command of ours for a program of verl's, by the arguments of this process; says so."""
+    merges = re.fullmatch(MERGER, name_of(program))
+    words = ("-m", "extras.merge") if merges else entry_of(program, sys.argv[1:]).words
+    with refusals():
+        check_here(words[-1])
+    notice(f"python -m {program} is python {' '.join(words)} here.")
+    runpy.run_module(words[-1].removesuffix(".py"), run_name="__main__", alter_sys=True)

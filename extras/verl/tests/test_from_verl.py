@@ -256,6 +256,7 @@ MIXED = "'+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: bf1
 WHOLE = [  # (command, how the one for it ends): a user's own keys, workers that are set, a section's settings
     (f"{PPO} {ROWS} +data.mine=1 data.custom_cls.path=f.py", ["+data.mine=1", "data.custom_cls.path=f.py"]),
     (SFT, ["trainer.n_gpus_per_node=1", "trainer.nnodes=2"]),
+    ("python3 -m verl.trainer.main_generation_server server.port=8000", ["-m", "extras.server", "server.port=8000"]),
     (f"{PPO} {MIXED}", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16"]),
 ]
 

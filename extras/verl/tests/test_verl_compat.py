@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import extras.rules.gsm8k
+import training.api
 import training.core_algos
 from configs.schema import AGGREGATION_MODES, RewardConfig, RewardFunctionConfig
 from data.protocol import DataProto, object_array
@@ -151,6 +152,11 @@ ABSENT = [  # (an import, how its error goes on)
     ("from verl.trainer.main_ppo import TaskRunner", "with trainer.cls=FILE for a trainer of yours"),
     ("from verl.trainer.ppo.v1.trainer_base import PPOTrainer", "subclass RayPPOTrainer (trainer.cls=FILE)"),
     ("from verl.single_controller.ray import RayWorkerGroup", "use trainer.n_gpus_per_node, which starts"),
+    ("from verl.workers import RolloutWorker", "use training.api.GRPOTrainer(model, reward, rows).generate(prompts)"),
+    ("from verl.workers import TrainerWorker", "use training.api.GRPOTrainer(model, reward, rows).train()"),
+    ("from verl.workers.rollout.vllm_rollout import vLLMRollout", "use actor_rollout_ref.rollout.name=vllm"),
+    ("import verl.workers.rollout.sglang_rollout", "use actor_rollout_ref.rollout.name=sglang"),
+    ("from verl.trainer.sft_trainer_ray import main", "use python -m extras.sft"),
     ("import verl.nothing.at_all", "extras/verl/names.yaml lists the names of verl that are"),
 ]
 
@@ -168,6 +174,7 @@ def test_the_forms_of_import_give_our_own_objects():
     assert names["gsm8k"].compute_score is extras.rules.gsm8k.compute_score
     assert names["verl_F"].masked_mean is training.core_algos.masked_mean
     assert names["verl"].utils.reward_score.search_r1_like_qa_em.subem_check("The cat sat", ["a dog", "cat"]) == 1
+    assert names["verl"].GRPOTrainer is training.api.GRPOTrainer and names["verl"].trainer.TrainingConfig
     assert names["verl"].DataProto is DataProto and names["verl"].utils.fs.copy_to_local("a") == "a"
     assert not hasattr(names["verl"], "nothing")
     exec("from verl.trainer.ppo.core_algos import *\nfrom verl.utils import hf_processor, hf_tokenizer", names)
