@@ -6,19 +6,6 @@ from examples.arithmetic import TASKS, Question, compute_score, make_rows
 
 
 @pytest.mark.parametrize(
-    ("question", "expression", "answer"),
-    [
-        (Question("sum", (12, 7)), "12 + 7", 19),
-        (Question("difference", (31, -9)), "31 - 9", 22),
-        (Question("product", (4, 15)), "4 * 15", 60),
-        (Question("chain_sum", (63, -28, 7)), "63 - 28 + 7", 42),
-    ],
-)
-def test_questions_by_hand(question: Question, expression: str, answer: int) -> None:
-    assert (question.expression, question.answer) == (expression, answer)
-
-
-@pytest.mark.parametrize(
     ("answer", "truth", "right"),
     [
         ("19", "19", True),
@@ -66,12 +53,3 @@ def test_no_seed_trains_on_a_question_that_any_seed_holds_out(task: str) -> None
 
     held_out = {question for seed in range(3) for question in questions("val", seed, 200)}
     assert held_out and not held_out & {question for seed in range(3) for question in questions("train", seed, 2000)}
-
-
-def test_rows_are_the_seeds_and_held_out_ones_come_once() -> None:
-    assert make_rows("arithmetic", "train", 3, 50) == make_rows("arithmetic", "train", 3, 50)
-    assert make_rows("arithmetic", "train", 3, 50) != make_rows("arithmetic", "train", 4, 50)
-    held_out = [row["prompt"][-1]["content"] for row in make_rows("arithmetic", "val", 0, 200)]
-    assert len(set(held_out)) == 200
-    with pytest.raises(ValueError, match="2000 held-out questions are asked for"):
-        make_rows("arithmetic", "val", 0, 2000)

@@ -18,12 +18,6 @@ def test_an_answer_is_right_as_a_whole_or_not():
     assert reversal.compute_score("", truth[:-1], truth) == {"score": 0, "digits": 1 - 1 / reversal.DIGITS}
 
 
-def test_demonstrations_slip_as_often_as_asked():
-    rows = reversal.demonstrations(0, 500, 0.3)
-    pairs = [pair for row in rows for pair in zip(row["response"], row["prompt"][0]["content"][::-1], strict=True)]
-    assert 0.27 < sum(said != right for said, right in pairs) / len(pairs) < 0.33
-
-
 def test_both_recipes_train_from_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(prime, "FOLDER", tmp_path)
     monkeypatch.setattr(prime, "DEMONSTRATIONS", 64)

@@ -15,7 +15,6 @@ from configs.schema import ModelConfig
 from data.pretrained import load_tokenizer, template_terminator
 from examples.arithmetic import TASKS
 from scripts import smollm2, smollm2_model
-from tests.runs import compose
 
 
 @pytest.fixture(autouse=True)
@@ -26,18 +25,6 @@ def rows(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(smollm2, "HELD_OUT_ROWS", 25)
     for task in TASKS:
         smollm2.write_rows(task, seed=0)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_every_task_has_a_config_that_reads_its_rows_and_leaves_a_run_by_hand_alone(task: str) -> None:
-    config = smollm2.task_config(task, 1, [])
-    files = [str(smollm2.ROWS / task / name) for name in ("train.jsonl", "val.jsonl")]
-    assert [config.data.train_files, config.data.val_files] == files
-    assert config.actor_rollout_ref.model.path == str(smollm2_model.FOLDER) and config.trainer.seed == 1
-    assert config.trainer.default_local_dir == f"outputs/smollm2/{task}"
-    by_hand = compose(name=f"smollm2_{task}").trainer
-    assert by_hand.default_local_dir == f"outputs/smollm2_{task}"
-    assert by_hand.validation_data_dir == f"{by_hand.default_local_dir}/validation"
 
 
 def short(model: Path) -> list[str]:
@@ -68,16 +55,6 @@ def test_the_command_leaves_figures_and_answers(tiny_model, tmp_path, monkeypatc
     assert len(lines) == 2 + 10 and lines[0] == "| question | right | before | after | learnt |"
     assert lines[2].startswith(f"| {answers[0][0]['raw_prompt'][-1]['content']} | {answers[0][0]['gts']} | ")
     assert lines[3].startswith(f"| {answers[0][2]['raw_prompt'][-1]['content']} | ")
-
-
-def test_the_model_is_made_only_where_it_is_wanted_and_missing(tiny_model, monkeypatch) -> None:
-    made = []
-    monkeypatch.setattr(smollm2_model, "save_smollm2", lambda folder: (made.append(folder), folder.mkdir()))
-    smollm2.make_model(smollm2.task_config("arithmetic", 0, short(tiny_model)))
-    assert not made
-    for _ in range(2):
-        smollm2.make_model(smollm2.task_config("arithmetic", 0, []))
-    assert made == [smollm2_model.FOLDER]
 
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.batches import close
-from training.core_algos import clip_by_value, masked_mean, masked_sum, masked_var, masked_whiten, zero_masked
+from training.core_algos import (
+    clip_by_value,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    whiten_advantages,
+    zero_masked,
+)
 from workers.engine import scheduled_multiplier
 from workers.scoring_model import logprobs_and_entropy_from_logits, logprobs_from_logits
 
@@ -48,8 +56,10 @@ def test_an_empty_mask_has_mean_zero_and_no_variance():
     assert masked_var(values, empty, unbiased=False) == 0
     with pytest.raises(ValueError, match="selects 0 elements"):
         masked_var(values, empty)
+    one = torch.tensor([0, 1, 0])
     with pytest.raises(ValueError, match="selects 1 elements"):
-        masked_whiten(values, torch.tensor([0, 1, 0]))
+        masked_whiten(values, one)
+    assert not whiten_advantages(values, one).any(), "a batch of one token ends no run"
 
 
 def test_clip_by_value_takes_tensor_bounds_and_the_lower_one_wins():

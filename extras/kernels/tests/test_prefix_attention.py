@@ -313,17 +313,6 @@ def test_a_prompt_is_computed_once_for_all_samples_that_fit_the_budget():
     assert sorted(row for micro in micros for row in micro.rows.tolist()) == list(range(6))
 
 
-def test_a_model_that_cannot_be_packed_says_so_and_is_padded(capsys):
-    module = make("llama, grouped queries")
-    module.base_model.register_forward_pre_hook(  # as a model does that keeps keyword arguments from its attention
-        lambda _, args, kwargs: (args, {**kwargs, "packed": None}), with_kwargs=True
-    )
-    assert not is_packed(packed(module))
-    assert "LlamaForCausalLM takes its batches padded" in capsys.readouterr().err
-    [micro] = cut(groups([3], [[2, 4]]), MicroBatchSize(9, 0), [], module)
-    assert log_probs(module, micro).isfinite().all()
-
-
 def test_a_head_with_an_adapter_is_not_mistaken_for_its_weight(capsys):
     module = with_lora(make("qwen2"), ["q_proj", "lm_head"])
     assert not is_packed(packed(module))

@@ -89,26 +89,16 @@ def test_numbers_that_two_bytes_cannot_hold_and_those_that_are_none_are_kept(tmp
         row["ref_log_prob"] = [log_prob - 0.25 for log_prob in row["old_log_probs"]]
         row["advantages"] = [9.0] * 3 + [1.0] * 27
         row |= {"policy_mask": [0] * 3 + [1] * 27, "loss_mask": [0] * 5 + [1] * 25}
+        record["score"], row["rewards"] = 2.3e-10, [*[0.0] * 29, 2.3e-10]  # below a thousandth, and not 0
 
     change_samples(run := write_run(tmp_path / "run", steps=1, samples=24), change)
     packed = pack_samples(read_runs([run]), ALL)
     sample, columns = unpack(packed)[0], packed["columns"]
     assert (columns["advantage"][0], columns["length"][0], columns["tokens"][0]) == (1.0, 27, 30)  # of the policy alone
     np.testing.assert_allclose(sample["value"][[0, 2]], [123.4567, -40_000_000.0], rtol=1e-6)
+    np.testing.assert_allclose([columns["score"][0], sample["reward"][-1]], [2.3e-10] * 2, rtol=1e-6)
     np.testing.assert_allclose(sample["kl"], 0.25, atol=1e-3)
     assert np.isnan(sample["value"][1]) and [*sample["mask"]] == [0] * 3 + [2] * 2 + [1] * 25
-
-
-def test_numbers_below_a_thousandth_are_not_shown_as_zero(tmp_path):
-    def change(record):
-        row = record["rows"][0]
-        record["score"], row["rewards"], row["advantages"] = 2.3e-10, [*[0.0] * 29, 2.3e-10], [2.3e-5] * 30
-
-    change_samples(run := write_run(tmp_path / "run", steps=1, samples=24), change)
-    packed = pack_samples(read_runs([run]), ALL)
-    sample, columns = unpack(packed)[0], packed["columns"]
-    assert (columns["score"][0], columns["advantage"][0]) == (2.3e-10, 2.3e-5)
-    np.testing.assert_allclose([sample["reward"][-1], sample["advantage"][0]], [2.3e-10, 2.3e-5], rtol=1e-6)
 
 
 def test_an_episode_of_several_rows_keeps_each_prompt(tmp_path):
@@ -268,15 +258,7 @@ def test_the_command_writes_the_page_beside_the_first_run(run, tmp_path, capsys)
     assert capsys.readouterr().out == f"{run / 'report.html'}\n" and (run / "report.html").stat().st_size > 900_000
 
 
-def test_of_all_folders_of_outputs_those_without_a_run_are_left_out(run, tmp_path, capsys):
-    (tmp_path / "a_model").mkdir()
-    main([str(tmp_path / "a_model"), str(run)])
-    said = capsys.readouterr()
-    assert said.out == f"{run / 'report.html'}\n"
-    assert said.err == f"notice: {tmp_path / 'a_model'} is left out: there is no run in it.\n"
-
-
-def test_a_folder_of_runs_is_all_of_them(tmp_path, capsys):
+def test_a_folder_of_runs_is_all_of_them_and_one_without_a_run_is_left_out(tmp_path, capsys):
     for name in ("b", "a"):
         write_run(tmp_path / name, steps=1, samples=0)
     (tmp_path / "a_model").mkdir()
@@ -285,6 +267,10 @@ def test_a_folder_of_runs_is_all_of_them(tmp_path, capsys):
     assert said.out == f"{tmp_path / 'report.html'}\n" and said.err == ""
     data = re.search(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text())[1]
     assert [run["name"] for run in json.loads(data)["runs"]] == ["a", "b"]
+    main([str(tmp_path / "a_model"), str(tmp_path / "b")])
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'b/report.html'}\n"
+    assert said.err == f"notice: {tmp_path / 'a_model'} is left out: there is no run in it.\n"
 
 
 def test_the_first_table_has_what_differs_and_the_mean_of_each_group(tmp_path):

@@ -66,75 +66,6 @@ def test_each_tab_fits_its_window_and_each_chart_is_drawn(browser, report, width
     assert (sum(shade) < 3 * 128) == dark
 
 
-def test_figures_are_told_where_one_points_in_a_chart(browser, report):
-    browser.open(report)
-    told = browser.texts("main tr")
-    assert len(told) == 5 and told[4].startswith("a (2 seeds): mean ± std") and " ± 0" in told[4]
-    assert told[3].startswith("b_long") and "→" in told[3] and "nothing" in told[3]
-    browser.drawn()
-    browser.point(browser.all(".plot canvas")[1])
-    told = browser.see("#vg-tooltip-element").text
-    assert "step" in told and "a (2 seeds)" in told and "b" in told and "undefined" not in told
-
-
-def test_the_points_of_a_chart_are_saved_as_csv(browser, report):
-    browser.open(report)
-    browser.run("HTMLAnchorElement.prototype.click = function () { window.saved = this.download; }")
-    browser.click(".chart button", "CSV")
-    assert browser.run("return window.saved") == "Validation.csv"
-
-
-def test_a_chart_is_saved_as_a_picture_that_is_drawn(browser, report):
-    browser.open(report, dark=True)
-    browser.run("""
-        HTMLAnchorElement.prototype.click = async function () {
-          const image = await createImageBitmap(window.blob), canvas = document.createElement("canvas");
-          const context = Object.assign(canvas, { width: image.width, height: image.height }).getContext("2d");
-          context.drawImage(image, 0, 0);
-          const { data } = context.getImageData(0, 0, image.width, image.height);
-          const colours = new Set(new Uint32Array(data.buffer)).size;
-          window.saved = [this.download, image.width, colours, [...data.slice(0, 4)]];
-        };
-        const made = URL.createObjectURL;
-        URL.createObjectURL = (blob) => made.call(URL, (window.blob = blob));
-    """)
-    browser.click(".chart button", "PNG")
-    name, width, colours, corner = browser.wait(lambda: browser.run("return window.saved"))
-    assert name == "Validation.png" and width > 1200 and colours > 50 and corner == [255] * 4
-
-
-def test_all_charts_are_smoothed_and_turned_to_the_time_by_the_keyboard(browser, report):
-    pictures = "return [...document.querySelectorAll('.plot canvas')].map((canvas) => canvas.toDataURL())"
-    browser.open(report)
-    browser.drawn()
-    browser.turn_to("Curves")
-    browser.drawn()
-    before = browser.run(pictures)
-    browser.run("document.querySelector('input[type=range]').focus()")
-    browser.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    browser.see("output", "20 %")
-    browser.wait(lambda: sum(a != b for a, b in zip(browser.run(pictures), before, strict=True)) > 2)
-    browser.press(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
-    browser.see("output", "10 %")
-    browser.wait(lambda: browser.run(pictures) == before)
-    browser.press(Keys.TAB, "t")
-    browser.wait(lambda: all(a != b for a, b in zip(browser.run(pictures), before, strict=True)))
-    browser.point(browser.see(".plot canvas"))
-    browser.wait(lambda: "time" in browser.see("#vg-tooltip-element").text)
-
-
-def test_a_chart_has_a_logarithmic_axis_if_asked(browser, report):
-    browser.open(report)
-    browser.drawn()
-    picture = "return document.querySelector('.plot canvas').toDataURL()"
-    before = browser.run(picture)
-    browser.click(".chart button", "log y")
-    browser.wait(lambda: browser.run(picture) != before)
-    browser.drawn()
-    browser.click(".chart button", "log y")
-    browser.wait(lambda: browser.run(picture) == before)
-
-
 def rows(browser: Browser) -> list[list[str]]:
     return [row.split("\n") for row in (found.text for found in browser.all(".sample"))]
 
@@ -224,32 +155,6 @@ def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browse
     assert {"376215466", "3000000000000000001"} <= {*browser.texts(".view dd")}  # as they are, to be copied
     words = ["".join(row["token_texts"][part]) for part in (slice(2), slice(5, 8))] * 2
     browser.wait(lambda: browser.texts(".sample .snippet")[0] == " · ".join(words))
-
-
-def test_a_samples_group_and_its_prompt_over_the_steps_are_a_click_away_and_have_links(browser, sample, runs):
-    members = browser.all("a.member")
-    assert len(members) == 8 and float(members[2].text.split("\n")[0]) == sample["score"]
-    members[5].click()
-    browser.see(".view .soft", "line 6")
-    link = browser.driver.current_url
-    browser.press("k")
-    browser.see(".view .soft", "line 5")
-    browser.driver.back()
-    browser.see(".view .soft", "line 6")
-    browser.open(link)
-    browser.see(".view .soft", "line 6")
-    assert browser.see(".view .prompt").text == sample["input"].strip()
-    browser.run("location.hash = 'sample=9.train.1.1'")
-    browser.see(".view", "no such sample")
-    browser.driver.back()
-    browser.see(".view .soft", "line 6")
-    browser.press(Keys.ARROW_DOWN)  # which scrolls the page, outside the list
-    browser.run("document.querySelector('.list').focus()")
-    browser.press(Keys.ARROW_UP)
-    browser.see(".view .soft", "line 5")
-    browser.open(link.replace("20.5", "30.1").replace("train", "validation"))
-    browser.see(".view h2", "Step 30, validation")
-    assert browser.texts(".step > b") == [f"step {step}, {run.name}" for step in (0, 30) for run in runs]
 
 
 @pytest.mark.parametrize("gone", ["metrics.jsonl", "run.json", "config.yaml", "samples", "all but metrics"])

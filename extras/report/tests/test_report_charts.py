@@ -48,28 +48,6 @@ def test_the_mean_is_over_a_tenth_of_the_points_at_the_ends_too():
     assert [item["opacity"] for item in drawn["legend-symbol"][0]] == [1]
 
 
-def test_a_mean_is_as_wide_as_is_asked():
-    spec = specs()["metric"]
-    values = np.arange(40.0) ** 2
-    for percent, width in ((0, 1), (30, 13)):
-        asked = spec | {"params": [{"name": "smoothing", "value": percent}]}
-        drawn = layers(asked, curve_rows({"a": [*enumerate(values)]}))
-        [raw], [smooth] = drawn["layer_0_marks"], drawn["layer_3_marks"]
-        slope, offset = np.polyfit(heights(raw), values, 1)
-        near = values[20 - width // 2 : 21 + width // 2]
-        assert len(near) == width and (slope * heights(smooth) + offset)[20] == pytest.approx(np.mean(near))
-
-
-def test_few_points_are_marked_and_not_smoothed_and_gaps_are_left_out():
-    curves = {"reward": [(s, np.nan if s == 3 else s) for s in range(40)], "val": [(0, 5.0), (20, 1.0), (39, 7.0)]}
-    assert len(curve_rows(curves)) == 39 + 3  # JSON has no NaN
-    drawn = layers(specs()["metric"], curve_rows(curves))
-    assert [len(items) for items in drawn["layer_0_marks"]] == [39]
-    [points] = drawn["layer_1_marks"]
-    validation = next(items for items in drawn["layer_3_marks"] if len(items) == 3)
-    assert heights(points).tolist() == heights(validation).tolist()
-
-
 def test_runs_of_one_series_are_a_mean_in_a_band_of_a_standard_deviation():
     rows = [
         {"step": step, "value": step + 2.0 * run, "series": "lr=0.5 [a]", "run": f"seed {run}"}
@@ -83,21 +61,6 @@ def test_runs_of_one_series_are_a_mean_in_a_band_of_a_standard_deviation():
     [first, *_] = band
     assert (first["y"] + first["y2"]) / 2 == pytest.approx(mean[0]["y"])
     assert abs(first["y"] - first["y2"]) == pytest.approx(2 * abs(mean[1]["y"] - mean[2]["y"]))  # ± 1
-
-
-@pytest.mark.parametrize(("steps", "bars"), [(3, 3), (100, 100), (1000, 100)])
-def test_the_stages_of_a_step_are_stacked_in_their_order_and_many_steps_are_means(steps, bars):
-    stages = {"gen": 2.0, "other": 0.0}
-    rows = [
-        {"step": step, "value": value + step % 2, "series": name, "place": place, "width": steps // bars}
-        for place, (name, value) in enumerate(stages.items())
-        for step in range(1, steps + 1)
-    ]
-    [items] = layers(specs()["stages"], rows)["marks"]
-    assert len(items) == 2 * bars
-    [first, above] = sorted(items, key=lambda item: item["x"])[:2]
-    assert f"seconds: {2.5 if steps > 100 else 3}; stage: gen" in first["description"]
-    assert above["y2"] == first["y"] and above["x"] == first["x"]
 
 
 @pytest.mark.parametrize("kind", ["curves", "many", "stages"])

@@ -12,7 +12,7 @@ from extras.report.charts import specs
 
 BROWSER = """
 let embedded = null;
-const matchMedia = () => ({ matches: DARK, addEventListener() {} }), document = {};
+const matchMedia = () => ({ matches: false, addEventListener() {} }), document = {};
 const vegaEmbed = async (place, spec) => (embedded = spec);
 class MutationObserver { observe() {} }
 class IntersectionObserver {
@@ -23,20 +23,20 @@ class IntersectionObserver {
 """
 
 
-def run(expression: str, *given: Any, dark: bool = False) -> Any:
+def run(expression: str, *given: Any) -> Any:
     """Returns the value of an expression of charts.js and samples.js, in which `given` is a list."""
     if not (node := shutil.which("node")):
         pytest.skip("needs Node")
     script = "".join((page.HERE / name).read_text() for name in ("charts.js", "samples.js"))
     tail = f"const given = {json.dumps(given)}; console.log(JSON.stringify({expression}))"
-    program = BROWSER.replace("DARK", json.dumps(dark)) + script + tail
+    program = BROWSER + script + tail
     ended = subprocess.run([node, "-"], input=program, capture_output=True, text=True, timeout=60)
     assert not ended.stderr
     return json.loads(ended.stdout)
 
 
-def drawing_of(names: list[str], width: int = 1) -> dict[str, Any]:
-    return run("charts.stages(given[0])", {"names": names, "steps": [1], "seconds": [[1]] * len(names), "width": width})
+def drawing_of(names: list[str]) -> dict[str, Any]:
+    return run("charts.stages(given[0])", {"names": names, "steps": [1], "seconds": [[1]] * len(names), "width": 1})
 
 
 def test_a_stage_has_one_colour_in_all_reports_whatever_else_a_run_does():
@@ -46,12 +46,6 @@ def test_a_stage_has_one_colour_in_all_reports_whatever_else_a_run_does():
     few, many = colours("reward", "mine", "other"), colours("gen", "mine", "reward", "update_actor", "testing", "other")
     assert few.items() <= many.items()
     assert len({*many.values()} | {*colours("ref", "values", "old_log_prob", "update_critic").values()}) >= 9
-
-
-def test_bars_that_are_means_are_called_so():
-    assert drawing_of(["gen"])["title"] == "Seconds of each step"
-    assert drawing_of(["gen"], 3)["title"] == "Mean seconds of a step: a bar is the mean of 3 steps"
-    assert drawing_of(["gen"], 3)["rows"][0]["width"] == 3
 
 
 def test_the_points_of_a_chart_are_csv():
@@ -71,13 +65,6 @@ def test_a_point_is_at_the_time_of_its_step_in_the_record_of_its_run():
     draw = "charts.draw({ style: {} }, given[0], given[1])"
     spec = run(f"(charts.turnToTime(true), {draw}, embedded)", specs()["metric"], drawing)
     assert spec["encoding"]["x"]["field"] == "time" and spec["encoding"]["x"]["title"] == "minutes of training"
-
-
-@pytest.mark.parametrize(("dark", "least", "most"), [(False, 0.2, 0.4), (True, 0.7, 0.9)], ids=["light", "dark"])
-def test_raw_points_are_seen_in_the_dark(dark, least, most):
-    draw = "charts.draw({ style: {} }, given[0], { rows: [], series: [] })"
-    raw, *_, bold, _ = run(f"({draw}, embedded.layer)", specs()["metric"], dark=dark)
-    assert least <= raw["mark"]["opacity"] <= most and bold["mark"]["opacity"] == 1
 
 
 @pytest.mark.parametrize(

@@ -304,17 +304,6 @@ def test_a_response_ends_at_a_stop_token_of_its_request(client):
     assert found.token_ids == ids[: ids.index(ids[4]) + 1] and found.finish_reason == "stop"
 
 
-def test_thirty_two_clients_at_once_get_what_each_gets_alone(client):
-    def ask(number: int) -> tuple[str, int]:
-        prompt, tokens = "abcdefgh"[: number % 8 + 1], 5 + number % 16
-        found = client.completions.create(model="tiny", prompt=prompt, seed=number, max_tokens=tokens)
-        return found.choices[0].text, found.usage.completion_tokens
-
-    alone = [ask(number) for number in range(32)]
-    with ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(ask, range(32))) == alone
-
-
 def test_a_client_that_leaves_takes_its_request_along(served, client):
     stream = client.completions.create(model="tiny", prompt="abc", seed=1, max_tokens=60 - 3, stream=True)
     next(iter(stream))

@@ -61,10 +61,6 @@ COMMANDS = {
         +{A}.fsdp_config.mixed_precision.param_dtype=bf16 +{A}.fsdp_config.mixed_precision.reduce_dtype=fp32
         +{A}.fsdp_config.mixed_precision.buffer_dtype=fp32 +{F}.fsdp_config.mixed_precision.param_dtype=bf16
         """,
-    "grpo, lora by its newer names": f"""
-        algorithm.adv_estimator=grpo {BY_TOKENS} {KL_IN_LOSS} {M}.lora.rank=64 {M}.lora.alpha=32
-        {M}.lora.target_modules=[q_proj,v_proj] {M}.lora.dropout=0.0
-        """,
     "ppo": f"""
         algorithm.adv_estimator=gae {FIXED_SIZES} algorithm.use_kl_in_reward=False critic.optim.lr=1e-5
         critic.model.use_remove_padding=True critic.model.path=Qwen/Qwen2.5-7B-Instruct
@@ -104,42 +100,10 @@ COMMANDS = {
         reward_model.reward_manager=dapo reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512
         reward_model.overlong_buffer.penalty_factor=1.0 trainer.resume_mode=auto
         """,
-    "dr. grpo": f"""
-        algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False {FIXED_SIZES} {A}.use_kl_loss=False
-        {A}.loss_agg_mode=seq-mean-token-sum-norm {A}.loss_scale_factor=1024
-        """,
-    "clip-cov": f"""
-        algorithm.adv_estimator=grpo {BY_TOKENS} {A}.policy_loss.loss_mode=clip_cov
-        {A}.policy_loss.clip_cov_ratio=0.0002 {A}.policy_loss.clip_cov_lb=1.0 {A}.policy_loss.clip_cov_ub=5.0
-        """,
-    "kl-cov": f"""
-        algorithm.adv_estimator=grpo {BY_TOKENS} {A}.policy_loss.loss_mode=kl_cov {A}.policy_loss.kl_cov_ratio=0.002
-        {A}.policy_loss.ppo_kl_coef=1.0 {A}.clip_ratio_low=1 {A}.clip_ratio_high=1
-        """,
-    "sapo": f"algorithm.adv_estimator=grpo {BY_TOKENS} {A}.policy_loss.loss_mode=sapo {A}.tau_pos=1.0 {A}.tau_neg=1.05",
     "sppo": f"algorithm.adv_estimator=sppo {BY_TOKENS} {A}.policy_loss.loss_mode=sppo algorithm.sppo_eta=0.5",
     "optimal token baseline": f"""
         algorithm.adv_estimator=optimal_token_baseline {BY_TOKENS} {A}.calculate_sum_pi_squared=True
         {A}.sum_pi_squared_checkpointing=False {R}.calculate_log_probs=True
-        """,
-    "rollout correction": f"""
-        algorithm.adv_estimator=grpo {BY_TOKENS} {R}.calculate_log_probs=True
-        algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=2.0
-        algorithm.rollout_correction.rollout_rs=token_k1 algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0
-        algorithm.rollout_correction.bypass_mode=False
-        """,
-    "a guide's": f"""
-        algorithm.adv_estimator=grpo
-        data.image_key=images actor_rollout_ref.hybrid_engine=True {A}.fsdp_config.model_dtype=bf16
-        critic.forward_micro_batch_size_per_gpu=32
-        """,
-    "own reward, one node": f"""
-        algorithm.adv_estimator=grpo {FIXED_SIZES} custom_reward_function.path=Makefile
-        custom_reward_function.name=compute_score reward_model.reward_manager=naive trainer.n_gpus_per_node=1
-        {R}.tensor_model_parallel_size=1 data.dataloader_num_workers=4 data.return_raw_chat=True data.seed=42
-        trainer.default_hdfs_dir=null trainer.del_local_ckpt_after_load=False {A}.data_loader_seed=42
-        {A}.checkpoint.save_contents=[model,optimizer,extra,hf_model] {A}.checkpoint.load_contents=[model]
-        trainer.max_actor_ckpt_to_keep=3 ray_kwargs.ray_init.num_cpus=16 {A}.optim.optimizer=AdamW
         """,
 }
 
@@ -196,24 +160,11 @@ WHOLE = {
         {A}.optim.zero_indexed_step=False global_profiler.tool=nsys global_profiler.steps=[1,2]
         +ray_kwargs.ray_init.num_gpus=4 critic.optim.optimizer=adam
         """),
-    "plain 0.9": ("main", f"""
-        model_engine=dp {FIXED_SIZES} algorithm.adv_estimator=gae {A}.fsdp_config.strategy=fsdp2
-        {A}.fsdp_config.qat.enable=False {A}.fsdp_config.ulysses_sequence_parallel_size=1 {A}.fsdp_config.seed=42
-        {A}.fsdp_config.use_torch_compile=False {R}.checkpoint_engine.backend=nccl {R}.over_sample_rate=0.1
-        {R}.trace.backend=weave {R}.seed=1 ray_kwargs.ray_init.runtime_env.py_executable=null distillation.enabled=False
-        transfer_queue.enable=True trainer.use_v1=True trainer.v1.trainer_mode=sync
-        critic.ppo_micro_batch_size_per_gpu=2 {R}.prometheus.enable=False
-        """),
     "multi-turn 0.4": ("main", f"""
         {FIXED_SIZES} algorithm.adv_estimator=grpo {R}.name=sglang_async {R}.multi_turn.enable=True
         {R}.multi_turn.format=hermes {R}.multi_turn.tool_config_path=configs/tools/calculator.yaml
         {R}.multi_turn.completion_callback=null {R}.update_weights_bucket_megabytes=512
         {M}.enable_activation_offloading=True
-        """),
-    "multi-turn 0.9": ("main", f"""
-        {FIXED_SIZES} algorithm.adv_estimator=grpo {R}.multi_turn.enable=True {R}.over_sample_rate=0.1 {R}.mode=async
-        data.tool_config_path=configs/tools/calculator.yaml {R}.trace.backend=mlflow {R}.trace.token2text=True
-        {R}.multi_turn.max_assistant_turns=5 {R}.agent.num_workers=8 {R}.agent.default_agent_loop=tool_agent
         """),
     "LoRA 0.9, Megatron": ("main", f"""
         model_engine=megatron {FIXED_SIZES} algorithm.adv_estimator=grpo {M}.lora.rank=4 {M}.lora.alpha=8

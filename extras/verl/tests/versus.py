@@ -4,7 +4,6 @@
 `FOLDER`, where `make test` puts it: beside the environment and not in it, so that nothing but `verl_itself` finds it.
 """
 
-import asyncio
 import importlib
 import inspect
 import logging
@@ -12,7 +11,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -25,18 +23,14 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from configs.schema import AGGREGATION_MODES, ActorConfig, OverlongBufferConfig, PolicyLossConfig, RewardKwargsConfig
+from configs.schema import AGGREGATION_MODES, ActorConfig, PolicyLossConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
 from extras.pf_ppo.settings import PFPPOConfig
 from extras.pf_ppo.stage import draw_rows
 from extras.rollout_correction.settings import PRESETS, REJECTION_OPTIONS, RolloutCorrectionConfig
-from extras.rules.tests import reward_cases
 from extras.verl.imports import names_of_verl
-from training.advantage import overlong_in_reward
 from training.core_algos import get_adv_estimator_fn, get_policy_loss_fn
-from training.reward import add_scores
-from training.reward_function import FunctionReward
 from workers.engine import scheduled_multiplier
 
 FOLDER = Path(sys.prefix, "verl-0.9.1")
@@ -52,14 +46,10 @@ LOSSES = (
     "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo",
     "bypass_mode",
 )  # fmt: skip
-MANAGERS = ("naive", "batch", "dapo", "prime")
-ROW_MANAGERS = ("naive", "dapo", "gdpo", "rate_limited", "remote")
 ALGOS, CORRECTION = "trainer.ppo.core_algos", "trainer.ppo.rollout_corr_helper"
 REGISTRIES = {
     "estimator": (ALGOS, "ADV_ESTIMATOR_REGISTRY", ESTIMATORS),
     "loss": (ALGOS, "POLICY_LOSS_REGISTRY", LOSSES),
-    "manager": ("workers.reward_manager.registry", "REWARD_MANAGER_REGISTRY", MANAGERS),
-    "row_manager": ("experimental.reward_loop.reward_manager.registry", "REWARD_MANAGER", ROW_MANAGERS),
 }
 
 
@@ -171,8 +161,6 @@ def sides(name: str) -> tuple[Callable, Callable, Callable[[int], Iterable[Call]
         case "loss":
             importlib.import_module("extras.rollout_correction.correction")  # registers bypass_mode
             return get_policy_loss_fn(attribute), of_registry(name), partial(loss_calls, attribute)
-        case "manager" | "row_manager":
-            return managed_here(name), managed_there(name), manager_calls
     calls, wrap = CASES[name]
     home, _, ours = names_of_verl()[f"verl.{module}"].get(attribute, "").partition(":")
     functions = (attrgetter(ours)(importlib.import_module(home)) if home else None), of_verl(module, attribute)
@@ -555,159 +543,3 @@ def preset(config: type, ours: bool) -> Callable:
 @case("trainer.config", "RolloutCorrectionConfig", wrap=preset)
 def _(seed: int) -> Iterator[Call]:
     yield from (Call("preset", (name,)) for name in PRESETS if seed == 0)
-
-
-# Rules that score: the responses of reward_cases, each with its own reference, and with another's
-
-BOXED = [(answer, truth) for answer, truth, _ in reward_cases.BOXED]
-MATH = [*((rf"so \boxed{{{answer}}}.", truth) for answer, truth in BOXED), *reward_cases.MATH_RESPONSES]
-DAPO, QUESTIONS = reward_cases.DAPO + reward_cases.DAPO_STRICT, reward_cases.QUESTIONS
-TARGETS = [(response, {"target": targets}) for response, targets, *_ in QUESTIONS]
-PRIME = reward_cases.PRIME_MATH + reward_cases.PRIME_MATH_ALGEBRA
-GEOMETRY = reward_cases.GEOMETRY + reward_cases.GEOMETRY_ALGEBRA
-RULES: dict[str, dict[str, tuple[list, list[dict[str, Any]]]]] = {  # functions: their cases, and options
-    "gsm8k": {"compute_score": (reward_cases.GSM8K, [{"format_score": 0.1}, {"method": "flexible", "score": 2.0}])},
-    "math_reward": {"compute_score": (MATH, [{}]), "is_equiv": (BOXED, [{}])},
-    "math_dapo": {"compute_score": (DAPO, [{}, {"strict_box_verify": True}])},
-    "prime_math": {"compute_score grade_answer": (PRIME, [{}])},
-    "geo3k": {"compute_score": (GEOMETRY, [{}, {"use_boxed": False}, {"format_score": 0.5}])},
-    "search_r1_like_qa_em": {
-        "compute_score compute_score_subem": (TARGETS, [{"format_score": 0.1}]),
-        "em_check subem_check": (QUESTIONS, [{}]),
-    },
-}
-READERS = {  # functions of a text alone
-    "gsm8k": "extract_solution",
-    "math_reward": "last_boxed_only_string remove_boxed strip_string",
-    "math_dapo": "last_boxed_only_string remove_boxed normalize_final_answer",
-    "prime_math": "match_answer",
-    "geo3k": "format_reward",
-    "search_r1_like_qa_em": "extract_solution normalize_answer",
-}
-
-
-def paired(table: list[tuple], seed: int) -> Iterator[tuple[Any, Any]]:
-    draw = random.Random(seed)
-    yield from ((response, truth) for response, truth, *_ in table if seed == 0)
-    yield from ((draw.choice(table)[0], draw.choice(table)[1]) for _ in range(4))
-
-
-def rule_calls(table: list[tuple], options: list[dict[str, Any]], seed: int) -> Iterator[Call]:
-    for pair in paired(table, seed):
-        yield from (Call(", ".join(["response", *option]), pair, option) for option in options)
-
-
-def text_calls(table: list[tuple], seed: int) -> Iterator[Call]:
-    return (Call("text", (text,)) for pair in paired(table, seed) for text in pair if isinstance(text, str))
-
-
-for module, functions in RULES.items():
-    for names, (table, options) in functions.items():
-        case(f"utils.reward_score.{module}", names)(partial(rule_calls, table, options))
-    [(table, _), *_] = functions.values()
-    case(f"utils.reward_score.{module}", READERS[module])(partial(text_calls, table))
-
-
-def score_alone(function: Callable, ours: bool) -> Callable:
-    def score(*args: Any, **kwargs: Any) -> float:
-        result = function(*args, **kwargs)
-        return float(result[0] if isinstance(result, tuple) else result)
-
-    return score
-
-
-@case("utils.reward_score.prime_code", "compute_score", wrap=score_alone)
-def _(seed: int) -> Iterator[Call]:
-    for response, truth, _ in reward_cases.CODE if seed == 0 else []:
-        kind = "inputs" if isinstance(truth, dict) and truth.get("inputs") else "no inputs"
-        yield Call(kind, (response, truth), {"continuous": True})
-
-
-@case("utils.reward_score", "default_compute_score")
-def _(seed: int) -> Iterator[Call]:
-    for source, response, truth, *_ in [*reward_cases.ROUTES, ("another", "", "")] if seed == 0 else []:
-        yield Call(source, (source, response, truth))
-
-
-# Reward managers: the score of each row, where it stands, and the columns beside it
-
-BUFFER = {"enable": True, "len": 4, "penalty_factor": 0.5}
-
-
-def score_and_length(data_source, solution_str, ground_truth, extra_info=None) -> dict[str, float]:
-    return {"score": float(solution_str.count(ground_truth)), "length": float(len(solution_str))}
-
-
-def score_of_one(data_source, solution_str, ground_truth, extra_info=None) -> float:
-    return float(solution_str.count(ground_truth))
-
-
-def scores_of_all(data_sources, solution_strs, ground_truths, extra_infos) -> list[dict[str, float]]:
-    return [score_and_length("", *row) for row in zip(solution_strs, ground_truths, strict=True)]
-
-
-def manager_calls(seed: int) -> Iterator[Call]:
-    for kind in ("prefixes", "failed", "observed"):
-        rows = Rows(seed, "failed" if kind == "failed" else "prefixes")
-        shown = rows.mask.cumprod(-1)
-        policy = shown * (shown.cumsum(-1) < shown.sum(-1, keepdim=True)) if kind == "observed" else shown
-        letters = torch.tensor(TOKENIZER.convert_tokens_to_ids(list("0123")))
-        answers = torch.where(shown == 1, letters[(4 * rows.uniform()).long()], TOKENIZER.pad_token_id)
-        tensors = {"prompts": letters[None].expand(rows.rows, 4), "responses": answers, "response_mask": policy}
-        tensors["attention_mask"] = torch.cat([torch.ones(rows.rows, 4).long(), shown], 1)
-        arrays = {"reward_model": [{"ground_truth": str(row % 4)} for row in range(rows.rows)], "uid": rows.index}
-        arrays |= {"data_source": ["digits"] * rows.rows, "extra_info": [{} for _ in range(rows.rows)]}
-        data = batch_of(tensors, arrays | {"raw_prompt_ids": [letters.tolist()] * rows.rows})
-        yield Call(f"{kind}, dicts", (data, score_and_length))
-        yield Call(f"{kind}, numbers", (data, score_of_one))
-
-
-def managed_here(name: str) -> Callable:
-    """Scores as a run does: by the function, whatever manager of verl's is named, less DAPO's penalty."""
-
-    def scores(batch: DataProto, function: Callable) -> dict[str, Any]:
-        reward = FunctionReward(scores_of_all if name == "manager.batch" else function, TOKENIZER)
-        scored = add_scores(batch.clone(), reward, TOKENIZER)
-        placed = scored.token_level_scores
-        columns = {key: scored.non_tensor_batch[key] for key in scored.meta_info["reward_extra_keys"]}
-        if name.endswith("dapo"):
-            settings = RewardKwargsConfig(placed.shape[1], OverlongBufferConfig(**BUFFER))
-            placed = placed + overlong_in_reward(batch, settings)[0]
-        return {"scores": placed.sum(1) if name.startswith("row") else placed, **columns}
-
-    return scores
-
-
-def managed_there(name: str) -> Callable:
-    """Scores by verl's manager of batches, or of single rows."""
-
-    def of_batch(batch: Any, function: Callable) -> dict[str, Any]:
-        buffer = SimpleNamespace(**BUFFER, log=False)
-        settings = {"max_resp_len": batch.batch["responses"].shape[1], "overlong_buffer_cfg": buffer}
-        function = scores_of_all if name == "manager.batch" else function
-        manager = of_registry(name)(TOKENIZER, 0, function, **settings if name == "manager.dapo" else {})
-        result = manager(batch, return_dict=True)
-        return {"scores": result["reward_tensor"], **result.get("reward_extra_info", {})}
-
-    async def of_rows(batch: Any, function: Callable) -> dict[str, Any]:
-        settings = {"max_resp_len": batch.batch["responses"].shape[1], "overlong_buffer_cfg": BUFFER | {"log": False}}
-        reward = {"reward_kwargs": settings, "num_workers": 0}
-        config = OmegaConf.create({"reward": reward, "trainer": {"experiment_name": ""}})
-        manager = of_registry(name)(config, TOKENIZER, function)
-        actor = SimpleNamespace(compute_score=SimpleNamespace(remote=lambda **row: asyncio.to_thread(function, **row)))
-        manager.choose_reward_worker = lambda: actor  # of `remote`, which would ask Ray
-        rows = [await manager.run_single(batch[row : row + 1]) for row in range(len(batch))]
-        columns = {key: [row["reward_extra_info"][key] for row in rows] for key in rows[0]["reward_extra_info"]}
-        return {"scores": torch.tensor([row["reward_score"] for row in rows]), **columns}
-
-    return (lambda *args: asyncio.run(of_rows(*args))) if name.startswith("row") else of_batch
-
-
-class Threads(ThreadPoolExecutor):
-    """Stands for the processes of PrimeRewardManager, of which it ends 64 in five seconds after each batch."""
-
-    _processes: dict = {}  # noqa: RUF012
-
-
-def without_processes() -> None:
-    importlib.import_module("verl.workers.reward_manager.prime").ProcessPoolExecutor = Threads
