@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema import DatasetClassConfig
 from data.types import Sample
-from extras.sft.dataset import SFTDataset
+from extras.sft.dataset import SFTDataset, create_sft_dataset
 from extras.sft.settings import SFTDataConfig
 from tests.test_chat import TEMPLATES, tokenizer_with
 
@@ -152,3 +153,11 @@ def test_what_cannot_be_learnt_is_named(tmp_path: Path, name: str, row: dict, se
         return
     with pytest.raises(ValueError, match=rf"rows\.jsonl, row 0: .*{message}"):
         sample(tmp_path, name, row, **settings)
+
+
+def test_a_key_that_a_users_class_cannot_read_is_refused(tmp_path: Path):
+    mine = "from torch.utils.data import Dataset\n\nclass Mine(Dataset):\n    def __init__(self, data_files): ...\n"
+    (tmp_path / "mine.py").write_text(mine)
+    chosen = DatasetClassConfig(str(tmp_path / "mine.py"), "Mine", extras={"level": 2})
+    with pytest.raises(ValueError, match=r"^data\.custom_cls\.level .*Mine.* takes no config"):
+        create_sft_dataset("rows.jsonl", None, SFTDataConfig(custom_cls=chosen), 0)
