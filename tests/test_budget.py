@@ -41,20 +41,20 @@ CEILINGS = {
     "core lines": 17_240,
     "core files": 83,
     "product lines": 41_510,
-    "scripts and benchmarks": 3_940,
+    "scripts and benchmarks": 3_925,
     "names in training/": 20,
     "names in workers/": 25,
     "names in data/": 16,
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 46,
-    "modules with one importer": 49,
+    "modules with one importer": 48,
     "settings": 343,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 40_690,
+    "test lines": 40_755,
 }
 
 

@@ -88,19 +88,6 @@ def test_an_aborted_request_is_hung_up(address: str, served: Served, tiny_model:
     assert not served.pump.clients
 
 
-def test_a_failure_that_passes_is_tried_again(tiny_model: Path, impatient: None):
-    failures = iter([503, 429])
-
-    def complete(body: dict) -> tuple[int, dict]:
-        if body["max_tokens"] == PLAIN.max_tokens and (status := next(failures, None)):
-            return status, {"error": "busy"}
-        return sure(body)
-
-    with scripted(complete) as url:
-        [done] = engine_for(url, tiny_model).generate([Request(0, [20], PLAIN, 0)])
-    assert done.token_ids == [7] * 6 and next(failures, None) is None
-
-
 def test_a_server_that_fails_each_time_is_named_with_its_status(tiny_model: Path, impatient: None):
     def complete(body: dict) -> tuple[int, dict]:
         return (500, {"error": "out of memory"}) if body["max_tokens"] == PLAIN.max_tokens else sure(body)

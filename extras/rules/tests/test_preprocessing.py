@@ -32,14 +32,6 @@ def test_folders_of_math_become_rows_in_verls_form(tmp_path, capsys):
     assert "3 rows in" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bad", [{"problem": "p"}, {"problem": "p", "solution": "no box"}, {"solution": r"\boxed{1}"}])
-def test_a_row_that_is_none_of_math_is_named(bad, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(PROBLEM) + "\n" + json.dumps(bad) + "\n")
-    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: a row of MATH has"):
-        list(competition_math.math_rows(file, "train"))
-
-
 def test_countdown_is_made_by_its_seed_without_an_overlap_and_every_row_can_be_solved(tmp_path):
     for folder, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         countdown.main(["--to", str(tmp_path / folder), "--train", "30", "--test", "10", "--seed", seed])
