@@ -23,12 +23,14 @@ pytest_plugins = [  # fixtures of an extra that tests of others use too
 
 NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which they are not collected
     "tests/test_example_agents.py": ("sessions", "tools"),
-    "tests/test_docs.py": ("report", "sft", "rollout_correction"),
+    "tests/test_docs.py": ("report", "sft", "rollout_correction", "verl"),
+    "tests/test_documents.py": ("evaluation", "python", "sft", "tools", "verl"),
     "tests/test_make_gpu.py": ("kernels", "report"),
     "tests/test_multiturn.py": ("report", "sft", "tools"),
     "tests/test_prime_script.py": ("prime", "report", "sft"),
     "tests/test_quickstart.py": ("report", "sft"),
     "tests/test_reward_template.py": ("rules", "sandbox", "try_reward"),
+    "tests/test_reasoning.py": ("report", "sft"),
     "tests/test_smollm2.py": ("report", "sft"),
     "tests/test_vs_trl.py": ("kernels", "report"),
 }
