@@ -185,7 +185,9 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("sessions", "server"),
     ("sglang", "openai"),
     ("sweep", "restarts"),
+    ("sandbox", "tools"),
     ("verl", "sandbox"),
+    ("verl", "tools"),
     ("interactions", "tools"),
     ("dry_run", "watch"),  # both say why a step teaches nothing
     ("sft", "algorithms"),  # whose policy loss gpg it takes by name

@@ -5,8 +5,8 @@ from typing import Any
 
 from configs.errors import notice_once
 from configs.process import available_cores
-from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
 from extras.sandbox.run import check_fences, run_python
+from extras.tools.tool_classes import BaseTool, ToolResponse, ToolSchema, schema_of_text
 
 
 class PythonSandbox(BaseTool):

@@ -31,7 +31,7 @@ from configs import schema
 from configs.extras import TABLE, find
 from data.pretrained import as_users_read
 from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
-from data.tools import BaseTool, ToolSchema
+from extras.tools.tool_classes import BaseTool, ToolSchema
 from extras.verl.imports import StandIns
 from extras.verl.keys import judge
 from training import core_algos
