@@ -40,7 +40,7 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 CEILINGS = {
     "core lines": 17_240,
     "core files": 83,
-    "product lines": 41_510,
+    "product lines": 41_511,
     "scripts and benchmarks": 3_925,
     "names in training/": 20,
     "names in workers/": 25,
