@@ -105,7 +105,7 @@ class RLHFDataset(Dataset):
         FileNotFoundError, ValueError: names file, row and remedy, for whatever makes rows unusable.
     """
 
-    is_settled = False
+    is_settled, tokenizer = False, None  # also of a class whose __init__ does not call this one
 
     def __init__(
         self,

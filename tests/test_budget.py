@@ -38,9 +38,9 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_240,
+    "core lines": 17_245,
     "core files": 83,
-    "product lines": 41_511,
+    "product lines": 41_516,
     "scripts and benchmarks": 3_925,
     "names in training/": 20,
     "names in workers/": 25,

@@ -71,6 +71,7 @@ def test_its_classes_train_by_settings(guide):
     done = python(ROOT / "main.py", *command, *settings_of(guide), cwd=guide)
     assert done.returncode == 0, done.stderr
     assert len(rewards_of(guide)) == 2
+    assert "MarketDataset takes no `first`" in done.stderr and "could not be closed" not in done.stderr
 
 
 def test_the_data_set_by_hand_and_the_reward_by_hand(guide):

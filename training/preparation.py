@@ -9,8 +9,9 @@ from rich.progress import track
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, notice
 from configs.extras import find
+from configs.import_utils import accepts
 from configs.schema import Config, DataConfig, RolloutConfig
 from data.rl_dataset import (
     PROGRESS_BAR_FROM,
@@ -71,6 +72,10 @@ def build_datasets(
         train = env_dataset(data, environment, tokenizer, size=env.train_size) if train is None else train
         if val is None and env.val_size:  # states that no training epoch draws
             val = env_dataset(data, environment, tokenizer, size=env.val_size, first=env.train_size)
+            if not accepts(type(val), "first"):
+                notice(
+                    f"env.val_size={env.val_size}: {type(val).__name__} takes no `first`: it validates on its own rows."
+                )
         return train, val
     if train is None:
         train = create_rl_dataset(data.train_files or data.val_files, data, tokenizer, data.train_max_samples)

@@ -70,7 +70,7 @@ class Launch:
         with ExitStack() as cleanup:
             if Path(config.trainer.default_local_dir) not in locked:
                 cleanup.enter_context(lock_folder(config))
-            if self.environment is not None:
+            if "close" in dir(self.environment):
                 cleanup.callback(close, self.environment)
             print(batch_arithmetic(config), sampling_summary(config), worker_summary(config), sep="\n")
             if action_of(config).writes:
