@@ -54,7 +54,7 @@ CEILINGS = {
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 40_755,
+    "test lines": 40_757,
 }
 
 

@@ -42,6 +42,8 @@ UNTRAINED = """
 import sys
 import {module} as entry
 entry.train = lambda *_: None
+if "Launch" in vars(entry):
+    entry.Launch.init_workers = entry.Launch.fit = lambda launch: None
 entry.main(sys.argv[1:])
 """
 TRAINS = {("main.py",): "main", ("-m", "extras.sft"): "extras.sft.__main__"}
