@@ -201,9 +201,9 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 def is_alike(key: str, name: str) -> bool:
     """Says whether each part of `key` is like that of `name`, which may have more: a setting that has no parts."""
-    parts, others = key.split("."), name.split(".")
-    pairs = zip(parts, others, strict=False)
-    return len(parts) <= len(others) and all(difflib.get_close_matches(one, [other], 1, ALIKE) for one, other in pairs)
+    parts, names = key.split("."), name.split(".")
+    pairs = zip(parts, names, strict=False)
+    return len(parts) <= len(names) and all(difflib.get_close_matches(one, [other], 1, ALIKE) for one, other in pairs)
 
 
 def nearest_by_last_part(last: str, keys: list[str], cutoff: float = ALIKE) -> list[str]:
