@@ -7,11 +7,11 @@ counts what is compared.
 import importlib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from importlib.machinery import PathFinder
 from operator import attrgetter
 
 import pytest
 
+from configs.import_utils import Imports
 from extras.verl.imports import names_of_verl
 from extras.verl.tests.versus import (
     CASES,
@@ -78,10 +78,11 @@ if __name__ != "__main__" and not (FOLDER / ".ready").exists():
 
 @pytest.fixture(scope="module")
 def verl() -> Iterator[None]:
-    assert PathFinder.find_spec("verl") is None, "verl is for these tests alone"
+    assert Imports.find_installed("verl") is None, "verl is for these tests alone"
     with verl_itself():
+        assert Imports.find_installed("verl") is not None
         yield
-    assert PathFinder.find_spec("verl") is None
+    assert Imports.find_installed("verl") is None
 
 
 pytestmark = pytest.mark.usefixtures("verl")
