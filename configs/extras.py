@@ -71,6 +71,8 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "environment": {
         "spaces": "extras.gym.space_text:SpaceText",
+        "search": "extras.lookahead.credit:Search",
+        "playouts": "extras.lookahead.credit:Playouts",
         "trial": "extras.gym.walks:try_out",
         "processes": "extras.gym.process_env:ProcessEnv",
     },

@@ -21,6 +21,7 @@ from custom.gym.texts import NamedActions, text_of
 from custom.gym.world import World, make_gym, split_id
 
 MAX_WORLDS = 256  # that states are computed in
+CREDITS = ("search", "playouts")  # rewards of single moves by looking ahead (extras/lookahead)
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
 
 
@@ -84,7 +85,7 @@ class TextEnv:
     action_names: Sequence[str] | None = None  # by action: canonical answer, then synonyms after |; default: numbers
     observation_names: Sequence[str] | None = None  # written before each number of a flat observation
     max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
-    reward: str | None = None  # of compute_reward: "progress" (default where there is a transition table) or "env"
+    reward: str | None = None  # of compute_reward: "progress" (default with a transition table), "env", or of CREDITS
     invalid_action: str = "retry"  # an answer without a legal action uses up a turn; or "end": it ends the episode
     invalid_reward: float | None = None  # for such an answer; default: the worst of the table or the walks, at most 0
     invalid_feedback: str = "That was no legal action."  # goes before the observation that follows it; "": nothing
@@ -95,6 +96,10 @@ class TextEnv:
     random_map: Callable[[int], dict[str, Any]] | None = None  # reset seed -> constructor arguments, hashable
     exclude_seeds: Collection[int] = ()  # held out: no training state has one of these seeds or a random map of theirs
     seed: int = 0  # of the sequence of training states
+    playouts: int = 16  # of a move, under reward="playouts"
+    horizon: int | None = None  # most moves of a playout; default: to the end of the episode
+    discount: float = 0.97  # of what comes a move later, under "playouts" and "search": sooner is better
+    search_budget: int = 2000  # most positions that a reset may reach, under reward="search"
     timeout: float | None = 60.0  # seconds that a reset or a step may take when it is tried out
 
     def __post_init__(self) -> None:
@@ -126,8 +131,9 @@ class TextEnv:
             raise ValueError(f"invalid_action={self.invalid_action!r}: an illegal answer is a 'retry', or the 'end'")
         if self.max_turns < 1:
             raise ValueError(f"max_turns={self.max_turns}: an episode needs at least 1 turn")
-        if self.reward not in ("progress", "env") or (self.reward == "progress" and not tabular):
-            raise ValueError(f"reward={self.reward!r} for {self.env_id}: 'env', or 'progress' where it has a table P")
+        if self.reward not in ("progress", "env", *CREDITS) or (self.reward == "progress" and not tabular):
+            rule = f"'env', {', '.join(map(repr, CREDITS))}, or 'progress' where it has a table P"
+            raise ValueError(f"reward={self.reward!r} for {self.env_id}: {rule}")
 
     def _by_space(self, env: gym.Env) -> Callable[[Any, Any], str]:
         """Returns what writes observations out by their space."""
@@ -160,7 +166,13 @@ class TextEnv:
         """Makes an environment to play in."""
         return World(self._make(layout), self.env_id, self._acts, self._write)
 
-    def _world_of(self, seed: int) -> World:
+    @cached_property
+    def credit(self) -> Any | None:
+        """What moves are worth where a reward asks for it (extras/lookahead); None: the environment itself pays."""
+        return find("environment", self.reward, "env.kwargs.reward")(self) if self.reward in CREDITS else None
+
+    def world_of(self, seed: int) -> World:
+        """Returns the environment in which states of a reset seed are computed."""
         layout = self.layout(seed)
         if layout not in self._worlds:
             if len(self._worlds) == MAX_WORLDS:
@@ -188,7 +200,7 @@ class TextEnv:
 
     def start_state(self, seed: int) -> EnvState:
         """Returns the state in which `reset(seed)` starts."""
-        world = self._world_of(seed)
+        world = self.world_of(seed)
         world.play(seed, ())
         return EnvState(seed, (), world.text)
 
@@ -200,25 +212,32 @@ class TextEnv:
             return self.start_state(seed)
         if not self.repeatable:
             raise ValueError(f"{self.env_id} is not repeatable: it has no states but starts; set env.mode=episode")
-        world = self._world_of(seed)
+        world = self.world_of(seed)
         world.play(seed, self._way(world, seed, np.random.default_rng((self.seed, i, 1))))
         return EnvState(seed, tuple(world.actions), world.text)
 
     def _way(self, world: World, seed: int, rng: np.random.Generator) -> tuple[Any, ...]:
         """Draws the actions that lead to a training state."""
         ways = None
-        if world.table is not None:
+        if self.credit is not None:
+            ways = self.credit.ways(seed)
+        elif world.table is not None:
             world.play(seed, ())
             ways = world.ways()
         if ways is None:
-            return world.random_walk(int(rng.integers(2**31)), int(rng.integers(self.max_walk + 1)))
+            walk = world.random_walk(int(rng.integers(2**31)), int(rng.integers(self.max_walk + 1)))
+            world.play(seed, walk)
+            way = tuple(world.actions)  # cut anywhere if it ran past the end: short games have other states than last
+            return way if len(way) == len(walk) else way[: rng.integers(len(way) + 1)]
         if not ways:
             raise ValueError(f"{self.env_id}, seed {seed}: no action is better than another; is the goal within reach?")
         return ways[rng.integers(len(ways))]
 
     def optimal_actions(self, state: EnvState) -> tuple[int, ...]:
-        """Returns all optimal actions by the environment's own transition table; () where it has none."""
-        world = self._world_of(state.seed)
+        """Returns all optimal actions, by the environment's own transition table or by `credit`; () without either."""
+        if self.credit is not None:
+            return self.credit.best(state)
+        world = self.world_of(state.seed)
         if world.table is None:
             return ()
         world.restore(state.seed, state.actions)
@@ -231,13 +250,16 @@ class TextEnv:
 
     def compute_reward(self, state: EnvState, action: int | None) -> float:
         """Returns the reward of an action: under "progress" 1.0 if it is optimal, else 0.0; under "env" what the
-        environment pays, and `invalid_reward` for one that is not legal (None, or outside the action space)."""
+        environment pays, and `invalid_reward` for one that is not legal (None, or outside the action space); under one
+        of CREDITS how good it is among those of its state."""
         action = self._legal(action)
+        if self.credit is not None:
+            return self.credit.reward(state, action)
         if self.reward == "progress":
             return float(action in self.optimal_actions(state))
         if action is None:
             return self.invalid_reward
-        world = self._world_of(state.seed)
+        world = self.world_of(state.seed)
         world.restore(state.seed, state.actions)
         return world.step(action)[0]
 
