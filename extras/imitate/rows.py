@@ -47,7 +47,9 @@ def demonstrations(
     while made < count:
         seed = environment.train_seed(index)
         for number in range(STATES_OF_A_RESET):  # what a reset costs, a search say, is paid once
-            state = environment.get_state(index * STATES_OF_A_RESET + number, reset_seed=seed)
+            is_start = not environment.repeatable  # it cannot be set to other states
+            index_of_state = index * STATES_OF_A_RESET + number
+            state = environment.start_state(seed) if is_start else environment.get_state(index_of_state, seed)
             for each in (state, *played(environment, player, state, rng)):
                 if made < count:
                     yield {"prompt": show(each), "response": answer(environment, player(environment, each))}
@@ -70,8 +72,8 @@ def played(environment: Any, player: Player, state: Any, rng: np.random.Generato
 
 def answer(environment: Any, action: Any) -> str:
     """Writes an action as a demonstration: numbers of a range are rounded to a twentieth of it, to be short."""
-    space = environment.world_of(0).env.action_space
-    return environment.action_to_text(rounded(action, space))
+    world = environment.world_of(0)
+    return environment.action_to_text(world.acts.plain(world.acts.native(rounded(action, world.env.action_space))))
 
 
 def rounded(action: Any, space: Any) -> Any:
