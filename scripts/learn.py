@@ -45,7 +45,8 @@ from scripts.quickstart import script_parser
 from workers.ray_group import start_command
 
 EPISODES = 100  # held-out ones
-ROWS = 12000  # to imitate
+ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
+FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
 MASTERED = 0.95  # of the way from the random player to the player that is imitated
 SFT = ["data.train_batch_size=32", "optim.lr=1e-3", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
 GENTLE = [  # what imitation has taught is kept: without it few moves survive
@@ -188,7 +189,7 @@ def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
     summary = {
         "random": seen.random,
         "teacher": seen.teacher,
-        "labels": seen.labels,
+        "labels": " ".join(seen.settings),
         "before": before,
         "after": course.value,
         "sampled": sampled,
@@ -216,11 +217,12 @@ def demonstrations(course: Course, seen: Look, number: int) -> Path:
     """Writes what is imitated in a round, other states in each: the best moves that are known."""
     rows, player = course.folder / f"demonstrations_{number}.jsonl", "best" if seen.settings else "random"
     settings = [*course.settings, *seen.settings]
-    options = ["--player", player, "--rows", str(ROWS), "--round", str(number), "--output", str(rows)]
+    count = max(LEAST_ROWS, min(ROWS, int(FOR_LABELS * 60 * course.minutes / seen.seconds)))
+    options = ["--player", player, "--rows", str(count), "--round", str(number), "--output", str(rows)]
     course.run(
         f"demonstrations {number}",
         ["-m", "extras.imitate", *options, *settings],
-        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), player, ROWS, rows, number),
+        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), player, count, rows, number),
     )
     return rows
 
@@ -283,7 +285,7 @@ def return_of(metrics: dict[str, float]) -> float:
 def verdict(seen: Look, value: float) -> str:
     """Says how far it was learnt; where it was not, what stood in the way, and what would help."""
     share = seen.share(value)
-    if seen.labels == "random":
+    if not seen.settings:
         learnt = "better than the random player" if value > seen.random else "not learnt"
         return (
             f"{learnt}: no player of search or playouts is better than the random one here, so only its moves could be "
@@ -296,8 +298,8 @@ def verdict(seen: Look, value: float) -> str:
         return f"learnt: {share:.0%} of the way from the random player to the one that it imitates"
     return (
         f"{'partly' if share > 0.1 else 'not'} learnt: {max(share, 0):.0%} of the way from the random player to the "
-        f"one that it imitates ({seen.labels}). Give it more --minutes, show the state so that a model can read it "
-        "(docs/environments.md), or name a pretrained actor_rollout_ref.model.path."
+        f"one that it imitates ({' '.join(seen.settings)}). Give it more --minutes, show the state so that a model can "
+        "read it (docs/environments.md), or name a pretrained actor_rollout_ref.model.path."
     )
 
 

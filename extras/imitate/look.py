@@ -7,6 +7,7 @@ known: by its own table, by a search, or by playouts of some length, whichever p
 from configs.errors import ConfigError, refusals  # isort: skip
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,11 +17,11 @@ import numpy as np
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import with_settings
-from extras.imitate.rows import Player, load_player
+from extras.imitate.rows import load_player
 from training.environment import build_environment, episode_seeds
 
 TRIED = 20  # episodes of a player that is considered
-HORIZONS = (3, 10, None)  # of playouts; None: to the end
+HORIZONS = (3, 10)  # of playouts, before those to the end
 SURE = 2.0  # standard errors by which a player has to be better than the random one
 
 
@@ -31,16 +32,16 @@ class Look:
     Attributes:
         random: the mean return of the random player, in the held-out episodes.
         teacher: that of the player who makes the moves that are known to be best, in others.
-        labels: how those are known: "progress", "search", "playouts", or "random" if they are not.
-        settings: key=value, by which an environment knows them.
+        settings: key=value, by which an environment knows them; []: they are not known, and the teacher is random.
         repeatable: whether it can be set to any of its states.
+        seconds: that it takes to know the best move of a state.
     """
 
     random: float
     teacher: float
-    labels: str
     settings: Sequence[str]
     repeatable: bool = True
+    seconds: float = 0.0
 
     def share(self, value: float) -> float:
         """Returns how far a return is on the way from the random player's to the teacher's."""
@@ -56,21 +57,17 @@ def look(config: Config, episodes: int) -> dict[str, Any]:
     print(f"actions: {world.env.action_space}; {environment.max_turns} turns at most; an observation:")
     print(environment.start_state(0).text)
     seeds = episode_seeds(with_settings(config.env, {"val_episodes": episodes}))
-    random = returns(environment, load_player("random", 0), seeds)
-    print(f"random player: return {random.mean():.3g} ± {error_of(random):.2g} in {episodes} held-out episodes")
-    best = Look(float(random.mean()), float(random.mean()), "random", (), environment.repeatable)
+    random = Earnings.of(environment, "random", seeds)
+    print(f"random player: return {random} in {episodes} held-out episodes")
+    best, settings = random, []
     for arguments in ways_to_judge(environment) if environment.repeatable else ():
-        judged = teacher_returns(config, arguments, seeds[-1] + 1)
-        if judged is None:
-            continue
-        value, labels = float(judged.mean()), arguments["reward"]
-        if value - best.random > SURE * np.hypot(error_of(random), error_of(judged)) and value > best.teacher:
-            given = [f"env.kwargs.{name}={each}" for name, each in arguments.items() if each is not None]
-            best = Look(best.random, value, labels, given)
-        if labels != "playouts" and best.labels == labels:
+        earnings = judge(config, arguments, seeds[-1] + 1)
+        if earnings is not None and earnings.exceed(random, SURE) and earnings.exceed(best, 1.0):
+            best, settings = earnings, [f"env.kwargs.{name}={value}" for name, value in arguments.items()]
+        if settings and arguments["reward"] != "playouts":
             break  # nothing knows better
-    print(f"moves are judged by: {best.labels} {' '.join(best.settings)}".rstrip())
-    return asdict(best)
+    print(f"moves are judged by: {' '.join(settings) or 'nothing: any legal move is as good as another'}")
+    return asdict(Look(random.mean, best.mean, settings, environment.repeatable, best.seconds))
 
 
 def ways_to_judge(environment: Any) -> Iterator[dict[str, Any]]:
@@ -78,42 +75,61 @@ def ways_to_judge(environment: Any) -> Iterator[dict[str, Any]]:
     if environment.reward == "progress":
         yield {"reward": "progress"}
     yield {"reward": "search"}
-    for horizon in HORIZONS:
-        if horizon is None or horizon < environment.max_turns:
-            yield {"reward": "playouts", "horizon": horizon}
+    yield from ({"reward": "playouts", "horizon": horizon} for horizon in HORIZONS if horizon < environment.max_turns)
+    yield {"reward": "playouts"}
 
 
-def teacher_returns(config: Config, arguments: dict[str, Any], seed: int) -> np.ndarray | None:
+def judge(config: Config, arguments: dict[str, Any], seed: int) -> "Earnings | None":
     """Returns what the player earns who makes the best moves by these arguments; None: they do not fit."""
     name = " ".join(f"{key}={value}" for key, value in arguments.items())
     try:
         environment = environment_of(with_settings(config, {"env.kwargs": {**config.env.kwargs, **arguments}}))
-        earned = returns(environment, load_player("best", 0), range(seed, seed + TRIED))
+        earnings = Earnings.of(environment, "best", range(seed, seed + TRIED))
     except ValueError as error:
         print(f"{name}: {error}")
         return None
-    print(f"{name}: return {earned.mean():.3g} ± {error_of(earned):.2g}")
-    return earned
+    print(f"{name}: return {earnings}, {1000 * earnings.seconds:.1f} ms a move")
+    return earnings
 
 
 def environment_of(config: Config) -> Any:
     return build_environment(with_settings(config, {"env.mode": "step"}))
 
 
-def returns(environment: Any, player: Player, seeds: Sequence[int]) -> np.ndarray:
-    """Plays whole episodes; returns their returns."""
-    episode, totals = environment.clone(), []
-    for seed in seeds:
-        episode.reset(seed)
-        info = {"end_reason": None}
-        while info["end_reason"] is None:
-            _, _, _, _, info = episode.act(player(environment, episode.state))
-        totals.append(info["return"])
-    return np.array(totals)
+@dataclass(frozen=True)
+class Earnings:
+    """Returns of whole episodes of a player.
 
+    Attributes:
+        mean, error: of the returns, and the standard error of that.
+        seconds: that a move took.
+    """
 
-def error_of(values: np.ndarray) -> float:
-    return float(values.std() / len(values) ** 0.5)
+    mean: float
+    error: float
+    seconds: float
+
+    @classmethod
+    def of(cls, environment: Any, player: str, seeds: Sequence[int]) -> "Earnings":
+        """Plays an episode from each reset."""
+        episode, choose, returns, moves = environment.clone(), load_player(player, 0), [], 0
+        started = time.perf_counter()
+        for seed in seeds:
+            episode.reset(seed)
+            info = {"end_reason": None}
+            while info["end_reason"] is None:
+                *_, info = episode.act(choose(environment, episode.state))
+            returns.append(info["return"])
+            moves += info["turns"]
+        seconds = (time.perf_counter() - started) / moves
+        return cls(float(np.mean(returns)), float(np.std(returns) / len(returns) ** 0.5), seconds)
+
+    def exceed(self, other: "Earnings", errors: float) -> bool:
+        """Says whether the mean is larger by so many standard errors of the difference."""
+        return self.mean - other.mean > errors * np.hypot(self.error, other.error)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} ± {self.error:.2g}"
 
 
 def main() -> None:
