@@ -1,0 +1,293 @@
+"""From an environment to a model that has learnt it: python -m scripts.learn my_game.py:Game-v0 [key=value …]
+
+1. Look: what a random player earns, and whether single moves can be judged: by a search, or by playouts.
+2. A tiny language model with random weights, unless actor_rollout_ref.model.path names one.
+3. It imitates the best moves that are known, in states from all over the game; where none are, any legal move.
+4. Reinforcement learning on single states, 5. in whole episodes: each is kept only where the held-out return gains.
+The held-out return is measured after each stage. Each stage is an ordinary command, which is printed before it runs
+here; one that is done is not run again by the same command.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+import argparse
+import json
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from transformers import AutoTokenizer
+
+import main as rl
+from configs.errors import late_refusals, refusals
+from configs.loader import compose
+from configs.schema import Config
+from configs.settings import with_settings
+from custom.tiny_model import save_tiny_model
+from data.files import sole_run
+from extras.imitate.__main__ import write_demonstrations
+from extras.imitate.look import Look, look
+from extras.report.__main__ import write_report
+from extras.sft import trainer as sft_trainer
+from extras.sft.settings import SFTConfig
+from scripts.quickstart import compose as compose_sft
+from scripts.quickstart import script_parser
+from workers.ray_group import start_command
+
+EPISODES = 100  # held-out ones
+ROWS = 12000  # to imitate
+MASTERED = 0.95  # of the way from the random player to the player that is imitated
+SFT = ["data.train_batch_size=32", "optim.lr=1e-3", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
+GENTLE = [  # what imitation has taught is kept: without it few moves survive
+    "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.3",
+    "actor_rollout_ref.actor.optim.lr=2e-4", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=5", "actor_rollout_ref.rollout.n=8",
+    "algorithm.adv_estimator=grpo", "env.train_size=1000000",
+]  # fmt: skip
+STATES = ["data.train_batch_size=32", "trainer.total_training_steps=40"]
+WHOLE_EPISODES = [
+    "env.mode=episode", "env.history=turns", "env.invalid_action=end", "data.train_batch_size=16",
+    "trainer.total_training_steps=30",
+]  # fmt: skip
+
+
+@dataclass
+class Course:
+    """The stages of one environment: their commands, and what came of them.
+
+    Attributes:
+        folder: of all files.
+        settings: key=value, of every command.
+        minutes: after which no stage begins.
+        results: by stage, its command, its result, and its seconds.
+        model: the best model so far; `value` is its held-out return.
+    """
+
+    folder: Path
+    settings: list[str]
+    minutes: float
+    model: str = ""
+    value: float = -float("inf")
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "stages.json"
+
+    def run(self, name: str, command: Sequence[str], work: Callable[[], Any]) -> Any:
+        """Runs a stage, or reads what it gave when the same command ran it before."""
+        text = shlex.join(["python", *command])
+        done = self.results.get(name)
+        if done and done["command"] == text:
+            print(f"{name}: done before, in {done['seconds']:.0f} s")
+            return done["result"]
+        print(f"\n{name}: {text}", flush=True)
+        wall, cpu = time.monotonic(), time.process_time()
+        result = work()
+        seconds, cpu = time.monotonic() - wall, time.process_time() - cpu
+        self.results[name] = {"command": text, "result": result, "seconds": round(seconds, 1), "cpu": round(cpu, 1)}
+        self.record.write_text(json.dumps(self.results, indent=2) + "\n")
+        print(f"{name}: {seconds:.0f} s")
+        return result
+
+    def train(self, name: str, settings: Sequence[str]) -> Any:
+        """Runs main.py; returns the metrics of the last validation."""
+        overrides = [*self.settings, *settings]
+        return self.run(name, ["main.py", *overrides], partial(train, overrides))
+
+    @property
+    def is_over(self) -> bool:
+        return sum(stage["seconds"] for stage in self.results.values()) > 60 * self.minutes
+
+
+def train(overrides: Sequence[str]) -> dict[str, float]:
+    return rl.run(compose("ppo_trainer", overrides))
+
+
+def main() -> None:
+    parser = script_parser(__doc__, "weights, states, sampling")
+    parser.add_argument("environment", metavar="ENV", help="env.id: a gymnasium id, or my_game.py:Game-v0")
+    parser.add_argument("--minutes", type=float, default=10, help="after which no stage begins (%(default)g)")
+    arguments = parser.parse_intermixed_args()
+    with refusals():
+        config, course = enrol(arguments)
+    start_command(config)
+    with late_refusals(), sole_run(course.folder):
+        summary = learn(config, course)
+    print_summary(summary, course)
+
+
+def enrol(arguments: argparse.Namespace) -> tuple[Config, Course]:
+    """Returns the config that the user's settings make, and the course, with what was done before."""
+    name = Path(arguments.environment.rpartition(":")[2]).name
+    settings = [f"env.id={arguments.environment}", f"trainer.seed={arguments.seed}", *arguments.overrides]
+    config = compose("ppo_trainer", [f"trainer.default_local_dir=outputs/learn/{name}", *settings], takes_objects=True)
+    if config.actor_rollout_ref.model.path is None:
+        settings.append("env.kwargs.instruction=")  # a model of random weights cannot read one
+        config = with_settings(config, {"env.kwargs": {**config.env.kwargs, "instruction": ""}})
+    course = Course(
+        Path(config.trainer.default_local_dir),
+        [each for each in settings if not each.startswith("trainer.default_local_dir=")],
+        arguments.minutes,
+    )
+    if course.record.exists():
+        course.results = json.loads(course.record.read_text())
+    return config, course
+
+
+def learn(config: Config, course: Course) -> dict[str, Any]:
+    """Runs all stages; returns the summary, and writes it to summary.json in the course's folder."""
+    with refusals():
+        command = ["-m", "extras.imitate.look", *course.settings]
+        seen = Look(**course.run("look", command, partial(look, config, EPISODES)))
+    model = course.model = start_model(config, course)
+    rows = imitation_rows(course, seen)
+    lengths = measure(rows, model)
+    sizes = [f"data.max_prompt_length={lengths[0]}", f"data.max_response_length={lengths[1]}"]
+    course.settings += [*sizes, f"env.val_episodes={EPISODES}"]
+    before = evaluate(course, "untrained", model)
+    course.value = before
+    consider(course, "imitation", imitate(course, rows, model, sum(lengths)))
+    for name, settings in (("states", [*STATES, *seen.settings]), ("episodes", WHOLE_EPISODES)):
+        if course.is_over or seen.share(course.value) >= MASTERED:
+            break
+        consider(course, name, reinforce(course, name, settings))
+    shown = course.train(
+        "sampled",
+        [
+            *with_model(course.model),
+            "trainer.val_only=true",
+            "trainer.log_val_generations=1",
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        ],
+    )
+    summary = {
+        "random": seen.random, "teacher": seen.teacher, "labels": seen.labels, "before": before, "after": course.value,
+        "sampled": return_of(shown), "model": course.model, "verdict": verdict(seen, course.value),
+        "seconds": {name: stage["seconds"] for name, stage in course.results.items()},
+        "cpu": {name: stage["cpu"] for name, stage in course.results.items()},
+    }  # fmt: skip
+    (course.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def start_model(config: Config, course: Course) -> str:
+    if path := config.actor_rollout_ref.model.path:
+        return path
+    folder, seed = course.folder / "random_model", config.trainer.seed
+    course.run(
+        "model",
+        ["-m", "custom.tiny_model", str(folder), "--seed", str(seed)],
+        lambda: save_tiny_model(folder, seed),
+    )
+    return str(folder)
+
+
+def imitation_rows(course: Course, seen: Look) -> Path:
+    """Writes what is imitated: the best moves that are known."""
+    rows, player = course.folder / "demonstrations.jsonl", "best" if seen.settings else "random"
+    settings = [*course.settings, *seen.settings]
+    options = ["--player", player, "--rows", str(ROWS), "--output", str(rows)]
+    course.run(
+        "demonstrations",
+        ["-m", "extras.imitate", *options, *settings],
+        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), player, ROWS, rows),
+    )
+    return rows
+
+
+def measure(rows: Path, model: str) -> tuple[int, int]:
+    """Returns room for a prompt, twice that of the longest, and for an answer."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    parsed = map(json.loads, rows.read_text().splitlines())
+    prompts, answers = zip(*((row["prompt"], row["response"]) for row in parsed), strict=True)
+    longest = max(prompts, key=lambda messages: sum(len(message["content"]) for message in messages))
+    prompt = len(tokenizer.apply_chat_template(longest, add_generation_prompt=True, return_dict=False))
+    answer = max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in set(answers))
+    return 2 * prompt, answer + (answer > 1)  # one token needs no end
+
+
+def imitate(course: Course, rows: Path, model: str, longest: int) -> str:
+    folder = course.folder / "imitation"
+    settings = [
+        f"data.train_files={rows}", f"model.path={model}", f"data.max_length={longest}", *SFT,
+        f"trainer.default_local_dir={folder}", course.settings[1],
+    ]  # fmt: skip
+    return course.run(
+        "imitation",
+        ["-m", "extras.sft", *settings],
+        lambda: str(sft_trainer.run(compose_sft(SFTConfig, "sft", settings))),
+    )
+
+
+def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
+    folder = course.folder / name
+    course.train(name, [*with_model(course.model), *GENTLE, *settings, f"trainer.default_local_dir={folder}"])
+    [step] = [each.partition("=")[2] for each in settings if each.startswith("trainer.total_training_steps=")]
+    return str(folder / f"global_step_{step}" / "actor" / "huggingface")
+
+
+def consider(course: Course, name: str, model: str) -> None:
+    """Keeps a model that earns more in held-out episodes than the best before."""
+    value = evaluate(course, f"return of {name}", model)
+    if value > course.value:
+        course.model, course.value = model, value
+    else:
+        print(f"{name} is not kept: it earns {value:.3g}, the model before {course.value:.3g}")
+
+
+def evaluate(course: Course, name: str, model: str) -> float:
+    shown = ["trainer.val_only=true", "trainer.log_val_generations=0"]
+    return return_of(course.train(name, [*with_model(model), *shown]))
+
+
+def with_model(path: str) -> list[str]:
+    return [f"actor_rollout_ref.model.path={path}"]
+
+
+def return_of(metrics: dict[str, float]) -> float:
+    return next(value for name, value in metrics.items() if name.endswith("/return/mean@1"))
+
+
+def verdict(seen: Look, value: float) -> str:
+    """Says how far it was learnt; where it was not, what stood in the way, and what would help."""
+    share = seen.share(value)
+    if seen.labels == "random":
+        learnt = "better than the random player" if value > seen.random else "not learnt"
+        return (
+            f"{learnt}: no player of search or playouts is better than the random one here, so only its moves could be "
+            "imitated. Write a player(env, state) -> action, and rows by `python -m extras.imitate --player file.py:player`."
+        )
+    if share >= MASTERED:
+        return "mastered: as good as the player that it imitates"
+    if share >= 0.5:
+        return f"learnt: {share:.0%} of the way from the random player to the one that it imitates"
+    return (
+        f"{'partly' if share > 0.1 else 'not'} learnt: {max(share, 0):.0%} of the way from the random player to the one "
+        f"that it imitates ({seen.labels}). Show the state so that a model can read it (docs/environments.md), raise "
+        "--rows, or name a pretrained actor_rollout_ref.model.path."
+    )
+
+
+def print_summary(summary: dict[str, Any], course: Course) -> None:
+    print(
+        f"\nreturn on {EPISODES} held-out episodes: random {summary['random']:.3g}, before {summary['before']:.3g}, "
+        f"after {summary['after']:.3g} (sampled {summary['sampled']:.3g})\n{summary['verdict']}"
+    )
+    runs = [each for each in ("states", "episodes", "imitation") if (course.folder / each / "metrics.jsonl").exists()]
+    page = write_report([course.folder / each for each in runs], course.folder / "report.html")
+    print(f"the model: {summary['model']}\nall about its training, to open in a browser: {page}")
+
+
+if __name__ == "__main__":
+    main()
