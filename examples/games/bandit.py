@@ -3,7 +3,7 @@
 import gymnasium as gym
 from gymnasium import spaces
 
-PULLS = 10
+PULLS, BOTH = 10, 0.4  # chances are drawn from beta(BOTH, BOTH): most are high or low
 
 
 class Bandit(gym.Env):
@@ -12,7 +12,7 @@ class Bandit(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.chances = self.np_random.random(3).tolist()
+        self.chances = self.np_random.beta(BOTH, BOTH, 3).tolist()
         self.won, self.lost = [0, 0, 0], [0, 0, 0]
         return self.view(), {}
 
