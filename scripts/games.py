@@ -39,7 +39,6 @@ from examples.games.thermostat import LEAK, POWER, TARGET
 FOLDER = Path("outputs/games")
 EPISODES, HELD_OUT = 100, 1_000_000  # the first seed of those that no training sees
 HEAD = "| game | random | best | before | after | share of the way | CPU seconds | judged by |\n" + "|---" * 8 + "|"
-Player = Callable[[Any], Any]  # of a game, without wrappers: an action
 plans: dict[tuple[type, str], int] = {}  # moves of shortest ways, by game and what it shows
 
 
@@ -92,7 +91,7 @@ def play_mastermind(env: Any) -> str:
     """Guesses what may be the secret, and splits what else may be so most evenly."""
     texts = ["".join(letters) for letters in product(LETTERS, repeat=LENGTH)]
     possible = [text for text in texts if all(feedback(guess, text) == answer for guess, answer in env.guesses)]
-    parts = {guess: Counter(feedback(guess, text) for text in possible) for guess in possible[:8]}
+    parts = {guess: Counter(feedback(guess, text) for text in possible) for guess in possible}
     return min(parts, key=lambda guess: max(parts[guess].values()))
 
 
@@ -152,7 +151,7 @@ def play_dialogue(env: Any) -> int:
     return next((topic for topic, words in enumerate(WORDS) if not {*words} & {*env.said}), len(WORDS))
 
 
-PLAYERS: dict[str, Player] = {
+PLAYERS: dict[str, Callable[[Any], Any]] = {  # of a game without wrappers, to an action
     "nim": play_nim, "thermostat": play_thermostat, "knapsack": play_knapsack, "mastermind": play_mastermind,
     "maze": by_shortest_way, "connect_three": play_connect_three, "stock": play_stock, "bandit": play_bandit,
     "blocks": by_shortest_way, "sokoban": by_shortest_way, "dialogue": play_dialogue, "key_and_door": by_shortest_way,
@@ -163,7 +162,7 @@ def name_of(game: str) -> str:
     return "".join(word.capitalize() for word in game.split("_")) + "-v0"
 
 
-def mean_return(game: str, player: Player | None, episodes: int = EPISODES) -> float:
+def mean_return(game: str, player: Callable | None, episodes: int = EPISODES) -> float:
     """Plays the first held-out episodes; without a player, at random."""
     import_module(f"examples.games.{game}")
     env, total = gym.make(name_of(game), disable_env_checker=True), 0.0
@@ -179,22 +178,20 @@ def mean_return(game: str, player: Player | None, episodes: int = EPISODES) -> f
 
 def learn(game: str, seed: int, overrides: Sequence[str]) -> dict[str, Any] | None:
     """Runs the command that learns a game, unless it was run; returns its summary, None if it failed."""
-    folder = FOLDER / f"{game}_{seed}"
-    summary = folder / "summary.json"
+    summary = FOLDER / f"{game}_{seed}" / "summary.json"
     if not summary.exists():
         command = ["-m", "scripts.learn", f"examples/games/{game}.py:{name_of(game)}", "--seed", str(seed), *overrides]
-        subprocess.run([sys.executable, *command, f"trainer.default_local_dir={folder}"], check=False)
+        subprocess.run([sys.executable, *command, f"trainer.default_local_dir={summary.parent}"], check=False)
     return json.loads(summary.read_text()) if summary.exists() else None
 
 
 def row(game: str, random: float, best: float, summaries: Sequence[dict[str, Any]], shares: Sequence[float]) -> str:
     """Writes a game's line of the table; what differs from seed to seed is parted by slashes."""
-    ways = Counter(summary.get("labels", "?") for summary in summaries)
     seconds = [summary.get("cpu", summary["seconds"]) for summary in summaries]
     stages = {stage: median(each.get(stage, 0) for each in seconds) for each in seconds for stage in each}
     cells = [" / ".join(f"{summary[when]:.2f}" for summary in summaries) for when in ("before", "after")]
     cells = [game, f"{random:.2f}", f"{best:.2f}", *cells, " / ".join(f"{share:.2f}" for share in shares)]
-    return f"| {' | '.join(cells)} | {', '.join(f'{s} {t:.0f}' for s, t in stages.items())} | {', '.join(ways)} |"
+    return f"| {' | '.join(cells)} | {', '.join(f'{s} {t:.0f}' for s, t in stages.items())} | {summaries[0].get('labels')} |"
 
 
 def learn_all(levels: dict[str, tuple[float, float]], seeds: Sequence[int], overrides: Sequence[str]) -> None:
@@ -207,8 +204,7 @@ def learn_all(levels: dict[str, tuple[float, float]], seeds: Sequence[int], over
         medians.append(median(shares) if len(ran) == len(seeds) else 0.0)
     print("\n".join(["", HEAD, *lines]))
     for goal in (0.5, 0.8):
-        reached = sum(share >= goal for share in medians)
-        print(f"{goal} of the way, in the median seed: {reached} of {len(medians)} games")
+        print(f"{goal} of the way in the median seed: {sum(each >= goal for each in medians)} of {len(medians)} games")
 
 
 def main() -> None:
