@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
-from importlib import import_module
 from itertools import product
 from statistics import fmean, median
 from typing import Any
@@ -164,8 +163,7 @@ def name_of(game: str) -> str:
 
 def mean_return(game: str, player: Callable | None, episodes: int = EPISODES) -> float:
     """Plays the first held-out episodes; without a player, at random."""
-    import_module(f"examples.games.{game}")
-    env, total = gym.make(name_of(game), disable_env_checker=True), 0.0
+    env, total = gym.make(f"examples.games.{game}:{name_of(game)}", disable_env_checker=True), 0.0
     env.action_space.seed(0)
     for seed in range(HELD_OUT, HELD_OUT + episodes):
         over, _ = False, env.reset(seed=seed)
@@ -189,9 +187,10 @@ def row(game: str, random: float, best: float, summaries: Sequence[dict[str, Any
     """Writes a game's line of the table; what differs from seed to seed is parted by slashes."""
     seconds = [summary.get("cpu", summary["seconds"]) for summary in summaries]
     stages = {stage: median(each.get(stage, 0) for each in seconds) for each in seconds for stage in each}
-    cells = [" / ".join(f"{summary[when]:.2f}" for summary in summaries) for when in ("before", "after")]
-    cells = [game, f"{random:.2f}", f"{best:.2f}", *cells, " / ".join(f"{share:.2f}" for share in shares)]
-    return f"| {' | '.join(cells)} | {', '.join(f'{s} {t:.0f}' for s, t in stages.items())} | {summaries[0].get('labels')} |"
+    numbers = [random], [best], *([each[when] for each in summaries] for when in ("before", "after")), shares
+    cells = [game, *(" / ".join(f"{number:.2f}" for number in each) for each in numbers)]
+    cells += [", ".join(f"{stage} {spent:.0f}" for stage, spent in stages.items()), summaries[0].get("labels", "")]
+    return f"| {' | '.join(cells)} |"
 
 
 def learn_all(levels: dict[str, tuple[float, float]], seeds: Sequence[int], overrides: Sequence[str]) -> None:
