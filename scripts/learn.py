@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 import main as rl
 from configs.errors import late_refusals, refusals
 from configs.loader import compose
-from configs.schema import Config
+from configs.schema import Config, EnvConfig
 from configs.settings import with_settings
 from custom.tiny_model import save_tiny_model
 from data.files import sole_run
@@ -52,7 +52,8 @@ GENTLE = [  # what imitation has taught is kept: without it few moves survive
     "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.3",
     "actor_rollout_ref.actor.optim.lr=2e-4", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     "actor_rollout_ref.actor.optim.lr_warmup_steps=5", "actor_rollout_ref.rollout.n=8",
-    "algorithm.adv_estimator=grpo", "env.train_size=1000000",
+    "algorithm.adv_estimator=grpo", "env.train_size=1000000", "trainer.save_freq=last",
+    "trainer.val_before_train=false",
 ]  # fmt: skip
 STATES = ["data.train_batch_size=32", "trainer.total_training_steps=40"]
 WHOLE_EPISODES = [
@@ -106,8 +107,12 @@ class Course:
         return self.run(name, ["main.py", *overrides], partial(train, overrides))
 
     @property
-    def is_over(self) -> bool:
-        return sum(stage["seconds"] for stage in self.results.values()) > 60 * self.minutes
+    def seconds_left(self) -> float:
+        return 60 * self.minutes - sum(stage["seconds"] for stage in self.results.values())
+
+    def is_short_of(self, *stages: str) -> bool:
+        """Says whether there is too little time to run these stages again."""
+        return self.seconds_left < sum(self.results[name]["seconds"] for name in stages)
 
 
 def train(overrides: Sequence[str]) -> dict[str, float]:
@@ -132,7 +137,7 @@ def enrol(arguments: argparse.Namespace) -> tuple[Config, Course]:
     name = Path(arguments.environment.rpartition(":")[2]).name
     settings = [f"env.id={arguments.environment}", f"trainer.seed={arguments.seed}", *arguments.overrides]
     config = compose("ppo_trainer", [f"trainer.default_local_dir=outputs/learn/{name}", *settings], takes_objects=True)
-    if config.actor_rollout_ref.model.path is None:
+    if config.actor_rollout_ref.model.path is None and config.env.path == EnvConfig().path:
         settings.append("env.kwargs.instruction=")  # a model of random weights cannot read one
         config = with_settings(config, {"env.kwargs": {**config.env.kwargs, "instruction": ""}})
     course = Course(
@@ -150,33 +155,47 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
     with refusals():
         command = ["-m", "extras.imitate.look", *course.settings]
         seen = Look(**course.run("look", command, partial(look, config, EPISODES)))
-    model = course.model = start_model(config, course)
-    rows = imitation_rows(course, seen)
-    lengths = measure(rows, model)
-    sizes = [f"data.max_prompt_length={lengths[0]}", f"data.max_response_length={lengths[1]}"]
-    course.settings += [*sizes, f"env.val_episodes={EPISODES}"]
-    before = evaluate(course, "untrained", model)
-    course.value = before
-    consider(course, "imitation", imitate(course, rows, model, sum(lengths)))
-    for name, settings in (("states", [*STATES, *seen.settings]), ("episodes", WHOLE_EPISODES)):
-        if course.is_over or seen.share(course.value) >= MASTERED:
+    course.model = start_model(config, course)
+    rows = demonstrations(course, seen, 1)
+    sizes = measure(rows, course.model)
+    course.settings += [f"env.val_episodes={EPISODES}", *sizes]
+    before = course.value = evaluate(course, "untrained", course.model)
+    number = 1
+    while consider(course, f"imitation {number}", imitate(course, rows, number)) and seen.settings:
+        if seen.share(course.value) >= MASTERED or course.is_short_of(
+            f"demonstrations {number}", f"imitation {number}"
+        ):
             break
-        consider(course, name, reinforce(course, name, settings))
-    shown = course.train(
-        "sampled",
-        [
-            *with_model(course.model),
-            "trainer.val_only=true",
-            "trainer.log_val_generations=1",
-            "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
-        ],
-    )
+        number += 1
+        rows = demonstrations(course, seen, number)
+    stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
+    for name, settings in stages.items():
+        if name == "states" and not seen.repeatable:
+            continue
+        if course.seconds_left > 0 and seen.share(course.value) < MASTERED:
+            consider(course, name, reinforce(course, name, settings))
+    return summarise(course, seen, before)
+
+
+def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
+    """Plays the best model's answers sampled, too; writes and returns what came of all stages."""
+    settings = [
+        "trainer.val_only=true",
+        "trainer.log_val_generations=1",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    ]
+    sampled = return_of(course.train("sampled", [*with_model(course.model), *settings]))
     summary = {
-        "random": seen.random, "teacher": seen.teacher, "labels": seen.labels, "before": before, "after": course.value,
-        "sampled": return_of(shown), "model": course.model, "verdict": verdict(seen, course.value),
-        "seconds": {name: stage["seconds"] for name, stage in course.results.items()},
-        "cpu": {name: stage["cpu"] for name, stage in course.results.items()},
-    }  # fmt: skip
+        "random": seen.random,
+        "teacher": seen.teacher,
+        "labels": seen.labels,
+        "before": before,
+        "after": course.value,
+        "sampled": sampled,
+        "model": course.model,
+        "verdict": verdict(seen, course.value),
+        "stages": {name: {key: stage[key] for key in ("seconds", "cpu")} for name, stage in course.results.items()},
+    }
     (course.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -193,38 +212,39 @@ def start_model(config: Config, course: Course) -> str:
     return str(folder)
 
 
-def imitation_rows(course: Course, seen: Look) -> Path:
-    """Writes what is imitated: the best moves that are known."""
-    rows, player = course.folder / "demonstrations.jsonl", "best" if seen.settings else "random"
+def demonstrations(course: Course, seen: Look, number: int) -> Path:
+    """Writes what is imitated in a round, other states in each: the best moves that are known."""
+    rows, player = course.folder / f"demonstrations_{number}.jsonl", "best" if seen.settings else "random"
     settings = [*course.settings, *seen.settings]
-    options = ["--player", player, "--rows", str(ROWS), "--output", str(rows)]
+    options = ["--player", player, "--rows", str(ROWS), "--round", str(number), "--output", str(rows)]
     course.run(
-        "demonstrations",
+        f"demonstrations {number}",
         ["-m", "extras.imitate", *options, *settings],
-        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), player, ROWS, rows),
+        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), player, ROWS, rows, number),
     )
     return rows
 
 
-def measure(rows: Path, model: str) -> tuple[int, int]:
-    """Returns room for a prompt, twice that of the longest, and for an answer."""
+def measure(rows: Path, model: str) -> list[str]:
+    """Returns the settings that give room for a prompt, twice the longest, and for an answer."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     parsed = map(json.loads, rows.read_text().splitlines())
     prompts, answers = zip(*((row["prompt"], row["response"]) for row in parsed), strict=True)
     longest = max(prompts, key=lambda messages: sum(len(message["content"]) for message in messages))
     prompt = len(tokenizer.apply_chat_template(longest, add_generation_prompt=True, return_dict=False))
     answer = max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in set(answers))
-    return 2 * prompt, answer + (answer > 1)  # one token needs no end
+    room = answer + (answer > 1)  # one token needs no end
+    return [f"data.max_prompt_length={2 * prompt}", f"data.max_response_length={room}"]
 
 
-def imitate(course: Course, rows: Path, model: str, longest: int) -> str:
-    folder = course.folder / "imitation"
+def imitate(course: Course, rows: Path, number: int) -> str:
+    folder = course.folder / f"imitation_{number}"
     settings = [
-        f"data.train_files={rows}", f"model.path={model}", f"data.max_length={longest}", *SFT,
-        f"trainer.default_local_dir={folder}", course.settings[1],
+        f"data.train_files={rows}", f"model.path={course.model}", *SFT, f"trainer.default_local_dir={folder}",
+        *(each for each in course.settings if each.startswith("trainer.seed=")),
     ]  # fmt: skip
     return course.run(
-        "imitation",
+        f"imitation {number}",
         ["-m", "extras.sft", *settings],
         lambda: str(sft_trainer.run(compose_sft(SFTConfig, "sft", settings))),
     )
@@ -237,13 +257,14 @@ def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
     return str(folder / f"global_step_{step}" / "actor" / "huggingface")
 
 
-def consider(course: Course, name: str, model: str) -> None:
-    """Keeps a model that earns more in held-out episodes than the best before."""
+def consider(course: Course, name: str, model: str) -> bool:
+    """Keeps a model that earns more in held-out episodes than the best before; returns whether it does."""
     value = evaluate(course, f"return of {name}", model)
-    if value > course.value:
+    if gains := value > course.value:
         course.model, course.value = model, value
     else:
         print(f"{name} is not kept: it earns {value:.3g}, the model before {course.value:.3g}")
+    return gains
 
 
 def evaluate(course: Course, name: str, model: str) -> float:
@@ -266,16 +287,17 @@ def verdict(seen: Look, value: float) -> str:
         learnt = "better than the random player" if value > seen.random else "not learnt"
         return (
             f"{learnt}: no player of search or playouts is better than the random one here, so only its moves could be "
-            "imitated. Write a player(env, state) -> action, and rows by `python -m extras.imitate --player file.py:player`."
+            "imitated. Write player(environment, state) -> action, and its rows: `python -m extras.imitate --player "
+            "file.py:player`."
         )
     if share >= MASTERED:
         return "mastered: as good as the player that it imitates"
     if share >= 0.5:
         return f"learnt: {share:.0%} of the way from the random player to the one that it imitates"
     return (
-        f"{'partly' if share > 0.1 else 'not'} learnt: {max(share, 0):.0%} of the way from the random player to the one "
-        f"that it imitates ({seen.labels}). Show the state so that a model can read it (docs/environments.md), raise "
-        "--rows, or name a pretrained actor_rollout_ref.model.path."
+        f"{'partly' if share > 0.1 else 'not'} learnt: {max(share, 0):.0%} of the way from the random player to the "
+        f"one that it imitates ({seen.labels}). Give it more --minutes, show the state so that a model can read it "
+        "(docs/environments.md), or name a pretrained actor_rollout_ref.model.path."
     )
 
 
@@ -284,8 +306,9 @@ def print_summary(summary: dict[str, Any], course: Course) -> None:
         f"\nreturn on {EPISODES} held-out episodes: random {summary['random']:.3g}, before {summary['before']:.3g}, "
         f"after {summary['after']:.3g} (sampled {summary['sampled']:.3g})\n{summary['verdict']}"
     )
-    runs = [each for each in ("states", "episodes", "imitation") if (course.folder / each / "metrics.jsonl").exists()]
-    page = write_report([course.folder / each for each in runs], course.folder / "report.html")
+    page = write_report(
+        sorted(file.parent for file in course.folder.glob("*/metrics.jsonl")), course.folder / "report.html"
+    )
     print(f"the model: {summary['model']}\nall about its training, to open in a browser: {page}")
 
 

@@ -4,7 +4,7 @@ Says what answers and observations look like, what random play earns, and whethe
 known: by its own table, by a search, or by playouts of some length, whichever player earns most.
 """
 
-from configs.errors import refusals  # isort: skip
+from configs.errors import ConfigError, refusals  # isort: skip
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from extras.imitate.rows import Player, load_player
 from training.environment import build_environment, episode_seeds
 
 TRIED = 20  # episodes of a player that is considered
-HORIZONS = (None, 10, 3)  # of playouts
+HORIZONS = (3, 10, None)  # of playouts; None: to the end
 SURE = 2.0  # standard errors by which a player has to be better than the random one
 
 
@@ -33,12 +33,14 @@ class Look:
         teacher: that of the player who makes the moves that are known to be best, in others.
         labels: how those are known: "progress", "search", "playouts", or "random" if they are not.
         settings: key=value, by which an environment knows them.
+        repeatable: whether it can be set to any of its states.
     """
 
     random: float
     teacher: float
     labels: str
     settings: Sequence[str]
+    repeatable: bool = True
 
     def share(self, value: float) -> float:
         """Returns how far a return is on the way from the random player's to the teacher's."""
@@ -48,41 +50,44 @@ class Look:
 def look(config: Config, episodes: int) -> dict[str, Any]:
     """Looks at the environment of `config`, and says what it sees; returns the fields of a `Look`."""
     environment = environment_of(config)
+    if "world_of" not in dir(environment):
+        raise ConfigError(f"env.path={config.env.path}: {type(environment)} is no TextEnv of custom/env_wrapper.py.")
     world = environment.world_of(0)
     print(f"actions: {world.env.action_space}; {environment.max_turns} turns at most; an observation:")
     print(environment.start_state(0).text)
     seeds = episode_seeds(with_settings(config.env, {"val_episodes": episodes}))
     random = returns(environment, load_player("random", 0), seeds)
     print(f"random player: return {random.mean():.3g} ± {error_of(random):.2g} in {episodes} held-out episodes")
-    best = Look(float(random.mean()), float(random.mean()), "random", ())
-    for labels, settings in ways_to_judge(environment):
-        judged = teacher_returns(config, labels, settings, seeds[-1] + 1)
+    best = Look(float(random.mean()), float(random.mean()), "random", (), environment.repeatable)
+    for arguments in ways_to_judge(environment) if environment.repeatable else ():
+        judged = teacher_returns(config, arguments, seeds[-1] + 1)
         if judged is None:
             continue
-        value = float(judged.mean())
+        value, labels = float(judged.mean()), arguments["reward"]
         if value - best.random > SURE * np.hypot(error_of(random), error_of(judged)) and value > best.teacher:
-            best = Look(best.random, value, labels, settings)
+            given = [f"env.kwargs.{name}={each}" for name, each in arguments.items() if each is not None]
+            best = Look(best.random, value, labels, given)
         if labels != "playouts" and best.labels == labels:
             break  # nothing knows better
     print(f"moves are judged by: {best.labels} {' '.join(best.settings)}".rstrip())
     return asdict(best)
 
 
-def ways_to_judge(environment: Any) -> Iterator[tuple[str, list[str]]]:
+def ways_to_judge(environment: Any) -> Iterator[dict[str, Any]]:
+    """Yields arguments of the environment by which moves may be judged, those that know most first."""
     if environment.reward == "progress":
-        yield "progress", ["env.kwargs.reward=progress"]
-    yield "search", ["env.kwargs.reward=search"]
+        yield {"reward": "progress"}
+    yield {"reward": "search"}
     for horizon in HORIZONS:
         if horizon is None or horizon < environment.max_turns:
-            yield "playouts", ["env.kwargs.reward=playouts", f"env.kwargs.horizon={horizon or 'null'}"]
+            yield {"reward": "playouts", "horizon": horizon}
 
 
-def teacher_returns(config: Config, labels: str, settings: Sequence[str], seed: int) -> np.ndarray | None:
-    """Returns what the player earns who makes the best moves by these settings; None: they do not fit."""
-    name = " ".join(each.removeprefix("env.kwargs.") for each in settings)
+def teacher_returns(config: Config, arguments: dict[str, Any], seed: int) -> np.ndarray | None:
+    """Returns what the player earns who makes the best moves by these arguments; None: they do not fit."""
+    name = " ".join(f"{key}={value}" for key, value in arguments.items())
     try:
-        kwargs = compose({}, settings, takes_objects=True).env.kwargs
-        environment = environment_of(with_settings(config, {"env.kwargs": {**config.env.kwargs, **kwargs}}))
+        environment = environment_of(with_settings(config, {"env.kwargs": {**config.env.kwargs, **arguments}}))
         earned = returns(environment, load_player("best", 0), range(seed, seed + TRIED))
     except ValueError as error:
         print(f"{name}: {error}")

@@ -12,8 +12,7 @@ from data.types import Row
 
 Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
-STATES_OF_A_RESET = 5
-EXPLORES = 0.2  # of the moves on that way: random ones, so that mistakes are seen, too
+EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
 
 
 def load_player(name: str, seed: int) -> Player:
@@ -40,38 +39,41 @@ def demonstrations(
 ) -> Iterator[Row]:
     """Yields `count` rows, each a state as `show` shows it, and the player's answer in its canonical form.
 
-    Half of the states are training states, the others those that the player's own play leads to. A reset has several.
+    Half of the states are training states, the others those that the player's own play leads to, from the same resets:
+    what a reset costs, a search say, is paid once.
     """
     rng = numpy_generator(seed, "demonstrations")
     made, index = 0, 0
     while made < count:
-        seed = environment.train_seed(index)
-        for number in range(STATES_OF_A_RESET):  # what a reset costs, a search say, is paid once
-            state = environment.get_state(index * STATES_OF_A_RESET + number, reset_seed=seed)
-            for each in (state, *played(environment, player, state, rng)):
-                if made < count:
-                    yield {"prompt": show(each), "response": answer(environment, player(environment, each))}
-                    made += 1
+        reset_seed = environment.train_seed(index)
+        for state, action in played(environment, player, reset_seed, rng):
+            moves = [(state, action)]
+            if environment.repeatable:
+                other = environment.get_state(made, reset_seed)
+                moves.append((other, player(environment, other)))
+            for each, chosen in moves[: count - made]:
+                yield {"prompt": show(each), "response": answer(environment, chosen)}
+                made += 1
         index += 1
 
 
-def played(environment: Any, player: Player, state: Any, rng: np.random.Generator) -> Iterator[Any]:
-    """Yields a state of an episode that the player plays from the start, with some random moves, as far as drawn."""
-    episode = environment.clone()
-    episode.reset(state.seed)
+def played(environment: Any, player: Player, seed: int, rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
+    """Yields the states of an episode with the player's moves, of which some are not played but random ones."""
+    episode, end_reason = environment.clone(), None
+    episode.reset(seed)
     explore = load_player("random", int(rng.integers(2**31)))
-    for _ in range(rng.integers(environment.max_turns)):
-        mover = explore if rng.random() < EXPLORES else player
-        _, _, _, _, info = episode.act(mover(environment, episode.state))
-        if info["end_reason"] is not None:
-            return
-    yield episode.state
+    while end_reason is None:
+        state = episode.state
+        action = player(environment, state)
+        yield state, action
+        is_random = rng.random() < EXPLORES
+        end_reason = episode.act(explore(environment, state) if is_random else action)[-1]["end_reason"]
 
 
 def answer(environment: Any, action: Any) -> str:
     """Writes an action as a demonstration: numbers of a range are rounded to a twentieth of it, to be short."""
-    space = environment.world_of(0).env.action_space
-    return environment.action_to_text(rounded(action, space))
+    world = environment.world_of(0)
+    return environment.action_to_text(world.acts.plain(world.acts.native(rounded(action, world.env.action_space))))
 
 
 def rounded(action: Any, space: Any) -> Any:
