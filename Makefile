@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 SEED ?= 0
+SEEDS ?= 0 1 2
 CONFIG ?= frozenlake
 TASK ?= arithmetic
 GAME ?= frozenlake_multiturn
@@ -10,7 +11,7 @@ SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning pixels algorithms test extras lint bench gpu reports clean
+.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning pixels algorithms games test extras lint bench gpu reports clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +58,9 @@ pixels: setup  ## train a tiny model that reads images on FrozenLake (SEED=0)
 
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)
+
+games: setup  ## learn twelve games, each by one command, in three runs: table (SEEDS="0 1 2" GAMES=nim,maze)
+	$(RUN) -m scripts.games $(if $(GAMES),--games $(GAMES)) --seeds $(SEEDS)
 
 test: setup-vllm $(VERL)/.ready  ## run all tests, those of vLLM too, in two processes
 	@command -v chromedriver >/dev/null || echo "No chromedriver here (Debian: chromium chromium-driver): the report's tests in a browser are skipped."
