@@ -195,7 +195,8 @@ def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
         "sampled": sampled,
         "model": course.model,
         "verdict": verdict(seen, course.value),
-        "stages": {name: {key: stage[key] for key in ("seconds", "cpu")} for name, stage in course.results.items()},
+        "seconds": {name: stage["seconds"] for name, stage in course.results.items()},
+        "cpu": {name: stage["cpu"] for name, stage in course.results.items()},
     }
     (course.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
