@@ -109,6 +109,8 @@ class TextEnv:
             worst, self.success = find("environment", "trial")(self)
         if self.invalid_reward is None:
             self.invalid_reward = worst if table is None else min(0.0, worst_reward(table))
+        if self.repeatable and self.credit is not None:
+            self.credit.check()
 
     def _build(self) -> None:
         self._worlds: dict[Layout, World] = {}  # states are computed in these, apart from the episode's

@@ -69,7 +69,7 @@ class World:
     def play(self, seed: int, actions: Sequence[Any]) -> None:
         """Resets and plays `actions`, up to the one that would end the episode."""
         self.seed, self.actions, self._text = seed, [], None
-        with self._blame():
+        with self.blame():
             result = self.env.reset(seed=seed)
             if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
                 raise ValueError(f"reset returned {reprlib.repr(result)}: not observation, info")
@@ -92,7 +92,7 @@ class World:
     def step(self, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
         """Plays a legal action: reward, terminated, truncated, info."""
         self.actions.append(action)
-        with self._blame():
+        with self.blame():
             self._observation, *result = checked_step(self.env.step(self.acts.native(action)))
         self._text = None
         return tuple(result)
@@ -101,7 +101,7 @@ class World:
     def text(self) -> str:
         """Writes the observation out, once."""
         if self._text is None:
-            with self._blame():
+            with self.blame():
                 env = self.env
                 text = self.write(env.unwrapped, self._observation) if self.write else env.render()
                 check_text(text, "environment's observation_to_text")
@@ -136,7 +136,8 @@ class World:
             self.env.close()
 
     @contextmanager
-    def _blame(self) -> Iterator[None]:
+    def blame(self) -> Iterator[None]:
+        """Names the seed and the actions in whatever the environment raises, as RuntimeError."""
         try:
             yield
         except (Exception, SystemExit) as error:

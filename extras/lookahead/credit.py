@@ -4,27 +4,35 @@ A move is worth the discounted return that follows it: of the best play (`Search
 (`Playouts`). As a reward that is relative in its state: the worst move earns 0, the best 1, and no move at all less.
 """
 
+import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
+from functools import cached_property, partial
+from itertools import chain, islice, product, tee
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-from extras.lookahead.positions import chance, identity, keep, put_back
+from extras.lookahead.positions import Position, Positions, Unrestorable, are_equal, reseeded
 
 NO_MOVE = -0.5  # beside 0 for the worst and 1 for the best
 MOST_MAPS, MOST_STATES = 64, 4096  # that are kept
 DRAWN = 8  # actions of a state that are compared where they are not numbered
 MOST_TEXTS = 512  # of a space of texts whose every text is compared
 SPREAD = 1e-9  # values closer than this part of the largest are equal
+TRIALS, MOVES = 3, 12  # walks on which positions are tried out, and their moves
+PLAYOUTS_INSTEAD = "set env.kwargs.reward=playouts"
+PAY_INSTEAD = "else set env.kwargs.reward=env"
 
 
 class NoCredit(ValueError):
     """An environment for which this kind of credit does not work."""
+
+
+def no_credit(environment: Any, reason: str, remedy: str) -> NoCredit:
+    return NoCredit(f"{environment.env_id}, with env.kwargs.reward={environment.reward}: {reason}: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -48,37 +56,48 @@ class Map:
         return np.flatnonzero(high - low > SPREAD * max(np.abs(self.values).max(), 1)).tolist()
 
 
-def explore(world: Any, actions: Sequence[Any], discount: float, most: int) -> Map:
-    """Tries all moves in all positions that a world's reset reaches, breadth first.
+def explore(environment: Any, seed: int) -> Map:
+    """Tries all moves in all positions that a reset reaches, breadth first, each twice.
 
-    Raises:
-        NoCredit: a move draws a random number, or there are more than `most` positions.
+    Raises NoCredit where a move draws random numbers or goes differently the second time, or positions are too many.
     """
-    env, start = world.env, keep(world.env)
-    numbers, frontier, ways, rows = {identity(env): 0}, deque([start]), [()], []
+    world, most, reset = environment.world_of(seed), environment.search_budget, f"after reset(seed={seed})"
+    world.play(seed, ())
+    positions = Positions(world.env)
+    start, numbers = positions.keep(), {positions.identity(): 0}
+    frontier, ways, rows = deque([start]), [()], []
     while frontier:
         position, row = frontier.popleft(), []
-        way = ways[len(rows)]
-        for action in actions:
-            generators = put_back(env, position)
-            before = chance(generators)
-            _, reward, terminated, truncated, _ = env.step(world.acts.native(action))
-            if chance(generators) != before:
-                raise NoCredit(f"a move draws random numbers, after {list(way)}")
-            if terminated or truncated:
-                row.append((-1, float(reward)))
-                continue
-            if (reached := identity(env)) not in numbers:
+        for way in [(*ways[len(rows)], action) for action in environment.actions]:
+            first, second = (attempt(world, positions, position, way) for _ in range(2))
+            if first != second:
+                reason = f"a move has one outcome, then another, {reset} and actions {list(way)}"
+                raise no_credit(environment, reason, PLAYOUTS_INSTEAD)
+            reward, over, reached = first
+            if not over and reached not in numbers:
                 if len(numbers) == most:
-                    raise NoCredit(f"a reset reaches more than {most} positions")
+                    remedy = f"raise env.kwargs.search_budget={most}, or {PLAYOUTS_INSTEAD}"
+                    raise no_credit(environment, f"there are more than {most} positions {reset}", remedy)
                 numbers[reached] = len(numbers)
-                frontier.append(keep(env))
-                ways.append((*way, action))
-            row.append((numbers[reached], float(reward)))
+                frontier.append(positions.keep(start.states))
+                ways.append(way)
+            row.append((-1 if over else numbers[reached], reward))
         rows.append(row)
-    put_back(env, start)
+        if (len(rows) == 1 or not frontier) and not are_equal(positions.states(), start.states):
+            raise no_credit(environment, f"moves draw random numbers {reset}", PLAYOUTS_INSTEAD)
+    positions.put_back(start)
     table = np.array(rows)  # [S, A, 2]
-    return Map(table[..., 0].astype(int), best_returns(table[..., 0].astype(int), table[..., 1], discount), ways)
+    following = table[..., 0].astype(int)
+    return Map(following, best_returns(following, table[..., 1], environment.discount), ways)
+
+
+def attempt(world: Any, positions: Positions, position: Position, way: Sequence[Any]) -> tuple[float, bool, bytes]:
+    """Plays the last move of `way` in a position: its reward, whether the episode is over, what tells where it led."""
+    positions.put_back(position, ())
+    world.actions = list(way)
+    with world.blame():
+        _, reward, terminated, truncated, _ = world.env.step(world.acts.native(way[-1]))
+    return float(reward), bool(terminated or truncated), positions.identity()
 
 
 def best_returns(following: np.ndarray, rewards: np.ndarray, discount: float) -> np.ndarray:
@@ -90,12 +109,42 @@ def best_returns(following: np.ndarray, rewards: np.ndarray, discount: float) ->
     return values
 
 
+def goes_on_as_before(world: Any, seed: int) -> bool:
+    """Plays a random walk, puts a position of it back, and returns whether all follows once more."""
+    walk = world.random_walk(seed, MOVES)
+    world.play(seed, walk[: seed * MOVES // (2 * TRIALS)])
+    positions, before, stories = Positions(world.env), tuple(world.actions), ([], [])
+    position = positions.keep()
+    for moments in stories:
+        positions.put_back(position)
+        world.actions, over = [*before], False
+        for move in walk:
+            if not over:
+                reward, terminated, truncated, _ = world.step(move)
+                moments.append((world.text, reward, terminated, truncated))
+                over = terminated or truncated
+    positions.put_back(position)
+    return stories[0] == stories[1]
+
+
 class Credit:
     """Values of moves in the states of a text environment (custom/gym/text_env.py)."""
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
-        self.states: dict[Any, dict[Any, float]] = {}
+        self.states: dict[Any, Any] = {}
+
+    def check(self) -> None:
+        """Raises NoCredit for an environment whose positions cannot be put back."""
+        for seed in range(TRIALS):
+            try:
+                same = goes_on_as_before(self.environment.world_of(seed), seed)
+            except Unrestorable as error:
+                raise no_credit(self.environment, str(error), f"make it where it is used, {PAY_INSTEAD}") from error
+            if not same:
+                reason = f"after reset(seed={seed}) what follows differs when a position is put back"
+                remedy = f"keep what changes in attributes of the environment, not in views of arrays, {PAY_INSTEAD}"
+                raise no_credit(self.environment, reason, remedy)
 
     def ways(self, seed: int) -> list[tuple[Any, ...]] | None:
         """Lists the ways from a reset to states that are worth training on; None: walks lead to any."""
@@ -103,12 +152,7 @@ class Credit:
 
     def values(self, state: Any) -> dict[Any, float]:
         """Returns what moves are worth in a state, by move; of those that are not numbered, some."""
-        key = state.seed, state.actions
-        if key not in self.states:
-            if len(self.states) == MOST_STATES:
-                self.states.pop(next(iter(self.states)))
-            self.states[key] = self.compute(state)
-        return self.states[key]
+        return kept(self.states, (state.seed, state.actions), MOST_STATES, partial(self.compute, state))
 
     def compute(self, state: Any) -> dict[Any, float]:
         raise NotImplementedError
@@ -119,42 +163,54 @@ class Credit:
     def best(self, state: Any) -> tuple[Any, ...]:
         """Returns the best moves of a state; () where none is better than another."""
         values = self.values(state)
-        low, high = min(values.values()), max(values.values())
-        slack = SPREAD * max(abs(low), abs(high), 1)
+        low, high, slack = extremes(values)
         return () if high - low <= slack else tuple(action for action, value in values.items() if value >= high - slack)
 
     def reward(self, state: Any, action: Any | None) -> float:
         """Returns how good a move is among those of its state: 0 the worst, 1 the best; NO_MOVE for None."""
         if action is None:
             return NO_MOVE
-        values = self.values(state)
-        low, high = min(values.values()), max(values.values())
-        if high - low <= SPREAD * max(abs(low), abs(high), 1):
+        low, high, slack = extremes(self.values(state))
+        if high - low <= slack:
             return 0.0
         return float(np.clip((self.value(state, action) - low) / (high - low), NO_MOVE / 2, 1.5))
 
 
-class Search(Credit):
-    """Knows the best play of an environment without chance, of numbered actions and few positions.
+def extremes(values: dict[Any, float]) -> tuple[float, float, float]:
+    """Returns the least value, the largest, and how far apart equal ones may be."""
+    low, high = min(values.values()), max(values.values())
+    return low, high, SPREAD * max(abs(low), abs(high), 1)
 
-    Raises:
-        NoCredit: it is not such an environment.
-    """
+
+def kept(cache: dict[Any, Any], key: Any, most: int, make: Callable[[], Any]) -> Any:
+    """Returns what `make` makes for a key, once; of more than `most`, the oldest is forgotten."""
+    if key not in cache:
+        if len(cache) >= most:
+            cache.pop(next(iter(cache)))
+        cache[key] = make()
+    return cache[key]
+
+
+class Search(Credit):
+    """Knows the best play of an environment without chance, of numbered actions and few positions."""
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
         self.maps: dict[int, Map] = {}
+
+    def check(self) -> None:
+        """Raises NoCredit for an environment of another kind, as far as its first training state shows."""
+        environment, discount = self.environment, self.environment.discount
         if not environment.actions:
-            raise NoCredit("its actions are not numbered")
+            raise no_credit(environment, "its actions are not numbered", PLAYOUTS_INSTEAD)
+        if not 0 <= discount < 1:
+            remedy = "set one below 1, so that sooner is better"
+            raise no_credit(environment, f"env.kwargs.discount={discount} never ends on a circle", remedy)
+        super().check()
+        self.map_of(environment.train_seed(0))
 
     def map_of(self, seed: int) -> Map:
-        if seed not in self.maps:
-            if len(self.maps) == MOST_MAPS:
-                self.maps.pop(next(iter(self.maps)))
-            environment, world = self.environment, self.environment.world_of(seed)
-            world.play(seed, ())
-            self.maps[seed] = explore(world, environment.actions, environment.discount, environment.search_budget)
-        return self.maps[seed]
+        return kept(self.maps, seed, MOST_MAPS, partial(explore, self.environment, seed))
 
     def ways(self, seed: int) -> list[tuple[Any, ...]]:
         reached = self.map_of(seed)
@@ -164,6 +220,8 @@ class Search(Credit):
         reached, actions, position = self.map_of(state.seed), self.environment.actions, 0
         for action in state.actions:
             position = reached.following[position, actions.index(action)]
+            if position < 0:
+                raise ValueError(f"after reset(seed={state.seed}) the actions {list(state.actions)} end the episode")
         return dict(zip(actions, reached.values[position].tolist(), strict=True))
 
 
@@ -171,60 +229,70 @@ class Playouts(Credit):
     """Estimates what a move is worth by the mean return of random play after it.
 
     Playout k draws the same random numbers after every move of a state, its own and the environment's: what differs is
-    the move. Raises ValueError for an environment whose positions cannot be restored.
+    the move.
     """
 
-    def __init__(self, environment: Any) -> None:
-        super().__init__(environment)
-        world = environment.world_of(0)
-        world.play(0, ())
-        keep(world.env)  # or raises
-
     def compute(self, state: Any) -> dict[Any, float]:
-        return {action: self.estimate(state, action) for action in self.candidates(state)}
+        candidates = self.candidates(state)
+        return dict(zip(candidates, self.estimates(state, candidates), strict=True))
 
     def value(self, state: Any, action: Any) -> float:
         values = self.values(state)
-        if action not in values:
-            values[action] = self.estimate(state, action)
-        return values[action]
+        if action in values:
+            return values[action]
+        key = state.seed, state.actions, action  # apart from the candidates, or what is best would depend on who asks
+        return kept(self.states, key, MOST_STATES, lambda: self.estimates(state, [action])[0])
 
     def candidates(self, state: Any) -> list[Any]:
         """Lists the moves that are compared in a state: all, or some that are drawn for it."""
         environment = self.environment
         if environment.actions:
             return [*environment.actions]
-        world = environment.world_of(state.seed)
-        space = world.env.action_space
+        space = environment.world_of(state.seed).env.action_space
         if isinstance(space, gym.spaces.Text) and len(space.character_set) ** space.max_length <= MOST_TEXTS:
             lengths = range(space.min_length, space.max_length + 1)
             letters = sorted(space.character_set)
             return ["".join(text) for length in lengths for text in product(letters, repeat=length)]
-        rng = np.random.default_rng((state.seed, len(state.actions)))
-        return list(dict.fromkeys(self.draw(world, rng) for _ in range(DRAWN)))
+        return list(dict.fromkeys(islice(self.random_moves(state, (state.seed, len(state.actions))), DRAWN)))
 
-    def draw(self, world: Any, rng: np.random.Generator) -> Any:
-        actions = self.environment.actions
-        if actions:
-            return actions[rng.integers(len(actions))]
-        world.env.action_space.seed(int(rng.integers(2**31)))
-        return world.acts.plain(world.env.action_space.sample())
+    def random_moves(self, state: Any, seed: Sequence[int]) -> Iterator[Any]:
+        """Yields random moves without end, that follow from `seed`."""
+        rng, actions = np.random.default_rng(seed), self.environment.actions
+        while actions:
+            yield actions[rng.integers(len(actions))]
+        world = self.environment.world_of(state.seed)
+        space = copy.deepcopy(world.env.action_space)  # the environment may draw from its own
+        space.seed(int(rng.integers(2**31)))
+        while True:
+            yield world.acts.plain(space.sample())
 
-    def estimate(self, state: Any, action: Any) -> float:
-        """Returns the mean discounted return of a move and random moves after it, over the playouts."""
+    def estimates(self, state: Any, actions: Sequence[Any]) -> list[float]:
+        """Returns the mean discounted return of each action and random moves after it, over the playouts."""
         environment, world = self.environment, self.environment.world_of(state.seed)
-        world.restore(state.seed, state.actions)
-        position, total = keep(world.env), 0.0
         left = max(environment.max_turns - len(state.actions), 1)
-        horizon = min(environment.horizon or left, left)
+        horizon, totals = min(environment.horizon or left, left), [0.0] * len(actions)
+        world.restore(state.seed, state.actions)
+        positions = Positions(world.env)
+        position = positions.keep()
         for playout in range(environment.playouts):
-            put_back(world.env, position, (state.seed, len(state.actions), playout))
-            rng, weight, move = np.random.default_rng((state.seed, playout)), 1.0, action
-            for _ in range(horizon):
+            chances = reseeded(position.states, (state.seed, len(state.actions), playout))
+            moves = tee(self.random_moves(state, (state.seed, playout)), len(actions))
+            for number, action in enumerate(actions):
+                positions.put_back(position, chances)
+                world.actions = [*state.actions]
+                totals[number] += self.play_out(world, islice(chain([action], moves[number]), horizon))
+        positions.put_back(position)  # also what the run itself draws from
+        return [total / environment.playouts for total in totals]
+
+    def play_out(self, world: Any, moves: Iterator[Any]) -> float:
+        """Plays moves until the episode is over; returns the discounted sum of rewards."""
+        total, weight = 0.0, 1.0
+        with world.blame():
+            for move in moves:
+                world.actions.append(move)
                 _, reward, terminated, truncated, _ = world.env.step(world.acts.native(move))
                 total += weight * float(reward)
                 if terminated or truncated:
                     break
-                weight *= environment.discount
-                move = self.draw(world, rng)
-        return total / environment.playouts
+                weight *= self.environment.discount
+        return total
