@@ -74,6 +74,7 @@ TABLE: dict[str, dict[str, str]] = {
         "search": "extras.lookahead.credit:Search",
         "playouts": "extras.lookahead.credit:Playouts",
         "trial": "extras.gym.walks:try_out",
+        "moves": "extras.gym.actions:compare_moves",
         "processes": "extras.gym.process_env:ProcessEnv",
     },
     "keys": {  # they translate in this order
