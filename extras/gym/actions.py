@@ -5,7 +5,7 @@ Before that, it compares what the moves of single states are paid: where all are
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -83,15 +83,9 @@ class ComparesMoves(Protocol):
 
     actions: Sequence[int]
     reward: str
-
-    def get_state(self, i: int) -> Any:
-        """Returns the i-th training state."""
-
-    def compute_reward(self, state: Any, action: Any) -> float:
-        """Returns what an action is paid in a state."""
-
-    def world_of(self, seed: int) -> Any:
-        """Returns what draws actions."""
+    get_state: Callable[[int], Any]
+    compute_reward: Callable[[Any, Any], float]
+    world_of: Callable[[int], Any]  # what draws actions
 
 
 @dataclass(frozen=True)

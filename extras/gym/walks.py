@@ -6,7 +6,7 @@ An environment that does not repeat itself, hangs or breaks its contract is refu
 import logging
 import reprlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from statistics import fmean, pstdev
@@ -98,12 +98,8 @@ class DrawsActions(Protocol):
 
     repeatable: bool
     max_turns: int
-
-    def clone(self) -> Any:
-        """Returns an independent environment with the same settings."""
-
-    def world_of(self, seed: int) -> Any:
-        """Returns what draws actions."""
+    clone: Callable[[], Any]
+    world_of: Callable[[int], Any]  # what draws actions
 
 
 class RandomPlayer(Observer):

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +25,7 @@ FAR = 10  # times as likely to one as to the other: such a token is a mistake, a
 SHOWN = 2  # responses that are printed of a step that taught nothing
 ENTROPY_COEFF = 0.2  # to try where a policy has to look further; twice the weight in use where that is more
 LONG_EPISODE = 1000  # tokens, one after the other: an untrained model may write them all
+MOST_OF_OTHERS = 0.8  # of a step's tokens that are the environment's, while most answers are no legal action
 STRAY = 0.05  # of the rows, or of the range of scores: so few are taken for stray samples, and not for a signal
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Watch(Observer):
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
+        self.has_stepped = False
         settings, self.alarms = run.config.trainer, []
         if isinstance(settings, Settings):
             entropy_coeff, asks = run.config.actor_rollout_ref.actor.entropy_coeff, partial(compare_moves, run)
@@ -52,6 +54,9 @@ class Watch(Observer):
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         if batch is not None:
+            if self.alarms and self.run.game is not None and not self.has_stepped:
+                say_whose_tokens(self.run, metrics)
+            self.has_stepped = True
             for alarm in self.alarms:
                 alarm.check(metrics, batch)
 
@@ -74,6 +79,31 @@ def say_length(config: Config, environment: Any) -> None:
             f"{plural(tokens, 'token')} each, and may take long: env.max_turns and data.max_response_length bound it, "
             "trainer.test_freq and trainer.val_before_train say when there is one."
         )
+
+
+@runtime_checkable
+class CommentsAnswers(Protocol):
+    """An environment that says something of an answer without a legal action."""
+
+    invalid_feedback: str
+
+
+def say_whose_tokens(run: Any, metrics: Mapping[str, float]) -> None:
+    """Says if the tokens of transcripts are mostly the environment's because most answers are no legal action."""
+    told, said = (metrics.get(f"episode/tokens/{role}/mean", 0.0) for role in ("observation", "policy"))
+    legal, _ = readable_answers(metrics)
+    if legal >= 0.5 or told <= MOST_OF_OTHERS * (told + said):
+        return
+    environment = run.game.environment
+    comment = environment.invalid_feedback if isinstance(environment, CommentsAnswers) else ""
+    length = len(run.tokenizer.encode(f"{comment}\n", add_special_tokens=False)) if comment else 0
+    comments = min(told, metrics["invalid_actions/mean"] * length) / (told + said)
+    notice(
+        f"{told / (told + said):.0%} of the tokens of this step are the environment's, as {1 - legal:.0%} of the "
+        f"answers are no legal action; {comments:.0%} are what it says of these. Train on single states first, and on "
+        "episodes from that checkpoint (docs/multiturn.md); env.kwargs.invalid_feedback='' says nothing, and "
+        "env.invalid_action=end ends an episode there."
+    )
 
 
 def compare_moves(run: Any, batch: DataProto | None = None) -> Any | None:
