@@ -74,6 +74,7 @@ TABLE: dict[str, dict[str, str]] = {
         "search": "extras.lookahead.credit:Search",
         "playouts": "extras.lookahead.credit:Playouts",
         "trial": "extras.gym.walks:try_out",
+        "moves": "extras.gym.actions:compare_moves",
         "processes": "extras.gym.process_env:ProcessEnv",
     },
     "keys": {  # they translate in this order
@@ -141,7 +142,8 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
     "report": {"page": "extras.report.__main__:write_report", "curves": "extras.report.charts:plot_metric"},
-    "callback": {  # observers that may ask a run to save or to end, by the setting that asks for them
+    "callback": {  # observers that may add to a validation, and ask a run to save or to end, by the setting
+        "env.id": "extras.gym.walks:RandomPlayer",
         "trainer.save_best": "extras.best.best:Best",
         "trainer.early_stop.metric": "extras.best.best:Best",
     },

@@ -76,8 +76,10 @@ def validation_summary(step: int, metrics: Mapping[str, float]) -> str:
     `acc` is the share of right answers or successful episodes, `reward` of an answer, `return` of an episode.
     """
     means_of: dict[str, list[str]] = {}
-    names = re.compile(rf"val-\w+/(?P<source>.+)/(?P<variable>{'|'.join(CORE_VARIABLES)})/mean@\d+")
+    variables = "|".join(CORE_VARIABLES)
+    names = re.compile(rf"val-\w+/(?P<source>.+?)(?P<player>/random_player)?/(?P<variable>{variables})/mean@\d+")
     for name, value in metrics.items():
         if match := names.fullmatch(name):
-            means_of.setdefault(match["source"], []).append(f"{match['variable']} {value:.4g}")
+            whose = "a random player's " if match["player"] else ""
+            means_of.setdefault(match["source"], []).append(f"{whose}{match['variable']} {value:.4g}")
     return "\n".join(f"validation at step {step}: {source}: {', '.join(means)}" for source, means in means_of.items())

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import Config
 from configs.settings import with_settings
 from data.protocol import DataProto
-from extras.watch.health import likeliest_cause, teaches_nothing
+from extras.watch.health import compare_moves, likeliest_cause, teaches_nothing
 from training.episode_rows import EpisodeRows
 from training.mini_batches import rows_by_prompt
 from training.run import Training
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PROMPTS = 2
 SHOWN_ROWS = 4  # of each prompt
 SHOWN_IDS = 12  # at either end of a list of token ids
+FEW_READABLE = 0.5  # of the answers, below which what never ends by itself may be cut
 
 Metrics = dict[str, float]
 
@@ -67,10 +68,11 @@ class DryRun(Training):
             console.print(Panel(prompt_view(batch, rows, trainer.tokenizer), title=title, title_align="left"))
         logged = fields_table({name: metrics[name] for name in sorted(metrics)})
         console.print(Panel(logged, title="what would be logged", title_align="left"))
-        lines = [Text(f"- {line}") for line in findings(batch, metrics, trainer.config, trainer.tokenizer)]
-        seen = Group(*lines or [Text("nothing that a dry run can see")])
+        seen = findings(batch, metrics, trainer.config, trainer.tokenizer, compare_moves(trainer))
+        lines = [Text(f"- {line}") for line in seen]
+        shown = Group(*lines or [Text("nothing that a dry run can see")])
         style = "yellow" if lines else "green"
-        console.print(Panel(seen, title="what looks wrong", title_align="left", border_style=style))
+        console.print(Panel(shown, title="what looks wrong", title_align="left", border_style=style))
         print("dry run: no weight has changed, and nothing was written.")
         return metrics
 
@@ -146,15 +148,19 @@ def prompt_ids(batch: DataProto, row: int) -> list[int]:
     return prompts[row][batch.batch["attention_mask"][row, : prompts.shape[1]].bool()].tolist()
 
 
-def findings(batch: DataProto, metrics: Metrics, config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields likely mistakes in the batch of a step, each with the remedy."""
+def findings(
+    batch: DataProto, metrics: Metrics, config: Config, tokenizer: PreTrainedTokenizerBase, moves: Any | None = None
+) -> Iterator[str]:
+    """Yields likely mistakes in the batch of a step, each with the remedy; `moves` are of training states."""
     prompts = [prompt_ids(batch, rows[0]) for rows in rows_by_prompt(batch)]
     yield from prompt_findings(prompts, config, tokenizer)
     if untrained := (batch.batch["loss_mask"].sum(1) == 0).sum().item():
         yield f"{untrained} of {len(batch)} rows have no token that is trained: see end_reason above."
-    yield from response_findings(batch, config)
-    if teaches_nothing(metrics):
-        yield likeliest_cause(metrics, config.actor_rollout_ref.actor.entropy_coeff)
+    yield from response_findings(batch, config, metrics.get("reward/valid_action/mean", 0.0) < FEW_READABLE)
+    if moves is not None and moves.teach_nothing:
+        yield moves.advice("training states")
+    elif teaches_nothing(metrics):
+        yield likeliest_cause(metrics, config.actor_rollout_ref.actor.entropy_coeff, moves)
 
 
 def prompt_findings(prompts: list[list[int]], config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -173,7 +179,7 @@ def prompt_findings(prompts: list[list[int]], config: Config, tokenizer: PreTrai
         )
 
 
-def response_findings(batch: DataProto, config: Config) -> Iterator[str]:
+def response_findings(batch: DataProto, config: Config, may_be_cut: bool = True) -> Iterator[str]:
     """Yields likely mistakes in the responses: none ends by itself, none has a second turn, one ended without room."""
     length = config.actor_rollout_ref.rollout.response_length
     if "episode" in batch:
@@ -187,7 +193,7 @@ def response_findings(batch: DataProto, config: Config) -> Iterator[str]:
             if config.env.history == "turns":
                 room = f"data.max_prompt_length={config.data.max_prompt_length}, which holds what is shown at a turn"
             yield f"{short} of {len(ends)} episodes ended for want of room: raise {room}."
-    elif length > 1 and "end_reason" in batch and all(reason == "max_tokens" for reason in batch.end_reason):
+    elif may_be_cut and length > 1 and {*batch.get("end_reason", ())} == {"max_tokens"}:
         yield (
             f"no response ends by itself, all reach data.max_response_length={length}: raise it, or the model does "
             "not write the token that its tokenizer calls eos."

@@ -1,15 +1,30 @@
-"""Tries an environment out before it is used: what does not repeat itself, hangs or breaks its contract is refused."""
+"""Plays random walks: to try an environment out before it is used, and to say what a random player reaches.
 
+An environment that does not repeat itself, hangs or breaks its contract is refused.
+"""
+
+import logging
 import reprlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from statistics import fmean, pstdev
+from typing import Any, Protocol, runtime_checkable
 
 from configs.schema import SuccessConfig
 from data.concurrency import run_in_background
+from data.protocol import DataProto
+from data.seeding import derive_seed, rng_state, set_rng_state
+from data.types import Metrics, Observer
+from training.environment import episode_seeds
 from workers.agents.user_code import Overdue, in_thread
 
 WALKS, MOVES = 5, 20  # each walk is played twice
+MOST_EPISODES, FEWEST_EPISODES, MOST_SECONDS = 64, 4, 10.0  # of a random player
 Moment = tuple[str, float, bool]  # text of an observation, reward, whether the episode is over
+
+logger = logging.getLogger(__name__)
 
 
 def try_out(environment: Any) -> tuple[float, SuccessConfig | None]:
@@ -75,3 +90,72 @@ class Trial:
                     f"{self.environment.env_id} does not repeat itself: {way} the {part} was {reprlib.repr(first)}, "
                     f"then {reprlib.repr(second)}: begin reset with super().reset(seed=seed), draw from self.np_random"
                 )
+
+
+@runtime_checkable
+class DrawsActions(Protocol):
+    """An environment whose episodes a random player can play."""
+
+    repeatable: bool
+    max_turns: int
+    clone: Callable[[], Any]
+    world_of: Callable[[int], Any]  # what draws actions
+
+
+class RandomPlayer(Observer):
+    """Puts the return of a random player, who makes legal moves, beside each validation on an environment's episodes.
+
+    It is the mean over the first of the same episodes, at most MOST_EPISODES, played once in a run. From the middle of
+    the run on, a policy that is worse by more than the mean's standard error is warned of, once.
+    """
+
+    has_warned = False
+
+    def validated(self, step: int, batches: Sequence[DataProto], metrics: Metrics) -> None:
+        if self.run.game is None or not self.returns:
+            return
+        source, expected = self.run.game.environment.env_id, fmean(self.returns)
+        metrics[f"val-aux/{source}/random_player/return/mean@1"] = expected
+        names = (f"val-{section}/{source}/return/mean@1" for section in ("core", "aux"))
+        reached = next((metrics[name] for name in names if name in metrics), expected)
+        is_worse = reached < expected - pstdev(self.returns) / len(self.returns) ** 0.5
+        if is_worse and 2 * step >= self.run.total_steps and not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                "the policy is worse than a random player at step %d: its return in validation is %.4g, that of random "
+                "legal moves %.4g. Often it has settled on one move (action/NAME/share): raise "
+                "actor_rollout_ref.actor.entropy_coeff, or lower its optim.lr. An earlier checkpoint may be better.",
+                step, reached, expected,
+            )  # fmt: skip
+
+    @cached_property
+    def returns(self) -> list[float]:
+        """The returns of the episodes that could be played in time; []: too few."""
+        environment, seeds = self.run.game.environment, episode_seeds(self.run.config.env)[:MOST_EPISODES]
+        if not seeds or not isinstance(environment, DrawsActions) or not environment.repeatable:
+            return []
+        chance, returns = rng_state(), list[float]()
+        with suppress(Overdue, TimeoutError, RuntimeError):  # of the environment: validation says what it raises
+            play = in_thread(self.play, environment, seeds, returns, deadline=2 * MOST_SECONDS)
+            run_in_background(play)
+        set_rng_state(chance)
+        return returns if len(returns) >= min(FEWEST_EPISODES, len(seeds)) else []
+
+    def play(self, environment: DrawsActions, seeds: Sequence[int], returns: list[float]) -> None:
+        """Adds the returns of whole episodes, one after the other, until MOST_SECONDS have passed."""
+        episode, began = environment.clone(), time.monotonic()
+        try:
+            for seed in seeds:
+                drawn = derive_seed(self.run.config.trainer.seed, "random_player", seed) % 2**31
+                episode.reset(seed)
+                total = 0.0
+                for action in episode.world_of(seeds[0]).random_walk(drawn, environment.max_turns):
+                    _, reward, _, _, info = episode.act(action)
+                    total += reward
+                    if time.monotonic() - began > MOST_SECONDS:
+                        return
+                    if info["end_reason"] is not None:
+                        break
+                returns.append(total)
+        finally:
+            episode.close()

@@ -92,6 +92,8 @@ def about_progress(run: RunRecord) -> Iterator[str]:
         yield f"{in_words(name)}: {short(before)} at step {first}{then}{top}."
     if len(validations) > MOST_CURVES:
         yield f"{len(validations) - MOST_CURVES} further validations are among the curves."
+    for source, (_, reached), expected in beside_random_players(run):
+        yield f"The return on {source} is {short(reached)} in the last validation, a random player's {short(expected)}."
     for title, over, first, last in training_means(run):
         span = f"{over} steps" if over > 1 else "step"
         yield f"{title}: {short(first)} over the first {span}, {short(last)} over the last."
@@ -167,7 +169,8 @@ def about_end(run: RunRecord) -> str:
 def findings(run: RunRecord) -> list[Finding]:
     """Lists what looks wrong, warnings first."""
     known, listed = words()["findings"], []
-    for look in (beyond_limits, about_signal, about_entropy, about_rollouts, about_numbers, about_validations):
+    looks = (beyond_limits, about_signal, about_entropy, about_rollouts, about_numbers)
+    for look in (*looks, about_actions, about_validations, about_random_players):
         for name, values in look(run, known):
             entry = known[name] | values
             listed.append(Finding(entry["level"], entry["text"].format(**entry), entry["remedy"].format(**entry)))
@@ -215,19 +218,20 @@ def about_entropy(run: RunRecord, known: Entries) -> Found:
     before, after = mean(curve[:WINDOW]), mean(curve[-WINDOW:])
     if len(curve) <= WINDOW or not after < entry["limit"] * before > 0:
         return
-    lows, score, highs = (
-        points(run, "critic/score/min"),
-        late(run, "critic/score/mean"),
-        points(run, "critic/score/max"),
-    )
-    if lows and score is not None and highs:
-        best, least = max(value for _, value in highs), min(value for _, value in lows)
-        if best - score < entry["near_best"] * (best - least):
-            return
+    if is_near_best(run, entry["near_best"]):
+        return
+    score = late(run, "critic/score/mean")
     in_use = number(run, "actor_rollout_ref.actor.entropy_coeff", 0.0) or 0.0
     text = "" if score is None else f" of {short(score)}"
     values = {"first": short(before), "last": short(after), "score": text, "coeff": max(entry["coeff"], 2 * in_use)}
     yield "entropy", values
+
+
+def is_near_best(run: RunRecord, share: float) -> bool:
+    """Says whether the mean score late in the run lacks less to the best than this share of the range of scores."""
+    lows, highs = ([value for _, value in points(run, f"critic/score/{end}")] for end in ("min", "max"))
+    score = late(run, "critic/score/mean")
+    return bool(lows and highs) and score is not None and max(highs) - score < share * (max(highs) - min(lows))
 
 
 def about_rollouts(run: RunRecord, known: Entries) -> Found:
@@ -264,7 +268,11 @@ def about_numbers(run: RunRecord, known: Entries) -> Found:
 
 
 def about_validations(run: RunRecord, known: Entries) -> Found:
-    """Finds validations that are worse than they were."""
+    """Finds validations that are worse than they were, or stay where they were while the reward of training rises."""
+    scores = [*points(run, "critic/score/min"), *points(run, "critic/score/max")]
+    least, best = (pick((value for _, value in scores), default=0.0) for pick in (min, max))
+    ends = [(before, after) for title, _, before, after in training_means(run) if "score" in title]
+    rises = ends and ends[0][1] - ends[0][0] > known["flat_validation"]["limit"] * (best - least)
     for name in validations_of(run):
         (value, at), (step, last) = extreme(run, name), points(run, name)[-1]
         if abs(value - last) > known["validation"]["limit"] * abs(value):
@@ -272,6 +280,41 @@ def about_validations(run: RunRecord, known: Entries) -> Found:
             keep = f"{saved} has its model." if saved.is_dir() else f"There is no checkpoint of step {at} (save_freq)."
             when = {"best": short(value), "at": at, "last": short(last), "step": step}
             yield "validation", {"value": in_words(name), "saved": keep, **when}
+        since, first = points(run, name)[0]
+        slack = known["flat_validation"]["slack"] * max(best - least, abs(first))
+        if rises and step > since and value - first <= slack and value < (1 - known["flat_validation"]["limit"]) * best:
+            trained = {"before": short(ends[0][0]), "after": short(ends[0][1])}
+            yield "flat_validation", {"value": curve_name(name), "first": short(first), "step": step, **trained}
+
+
+def about_actions(run: RunRecord, known: Entries) -> Found:
+    """Finds actions that are never played beside one that is played often, while the score is not near its best."""
+    entry, in_use = known["unplayed"], number(run, "actor_rollout_ref.actor.entropy_coeff", 0.0) or 0.0
+    names = [name for name in run.metrics if name.startswith("action/") and name.endswith("/share")]
+    shares = {name.split("/")[1]: late(run, name) for name in names if points(run, name)}
+    often = max(shares, key=shares.get, default=None)
+    never = [name for name, share in shares.items() if share < entry["never"]]
+    if never and shares[often] > entry["limit"] and not is_near_best(run, known["entropy"]["near_best"]):
+        values = {"value": ", ".join(never), "often": often, "share": shares[often]}
+        yield "unplayed", values | {"coeff": max(known["entropy"]["coeff"], 2 * in_use)}
+
+
+def about_random_players(run: RunRecord, known: Entries) -> Found:
+    """Finds policies that are worse than a random player, from the middle of a run on."""
+    total = run.start.get("total_steps") or number(run, "trainer.total_training_steps", None) or (run.steps or [0])[-1]
+    for source, (step, reached), expected in beside_random_players(run):
+        if reached < expected and 0 < total <= 2 * step:
+            yield "random_player", {"value": source, "step": step, "reached": short(reached), "random": short(expected)}
+
+
+def beside_random_players(run: RunRecord) -> Iterator[tuple[str, tuple[int, float], float]]:
+    """Yields sources of validations, the last step and return of the policy there, and a random player's return."""
+    for name in run.metrics:
+        head, _, measured = name.partition("/random_player/")
+        source = head.partition("/")[2]
+        of_policy = [points(run, f"val-{section}/{source}/{measured}") for section in ("core", "aux")]
+        if measured and points(run, name) and any(of_policy):
+            yield source, max(of_policy)[-1], points(run, name)[-1][1]
 
 
 def facts(run: RunRecord) -> dict[str, str]:

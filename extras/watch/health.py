@@ -5,13 +5,15 @@ The start says if the episodes of a validation may be long; a validation prints 
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural
 from configs.errors import notice
+from configs.extras import find, has
 from configs.schema import Config
 from data.protocol import DataProto
 from data.types import Observer
@@ -23,6 +25,7 @@ FAR = 10  # times as likely to one as to the other: such a token is a mistake, a
 SHOWN = 2  # responses that are printed of a step that taught nothing
 ENTROPY_COEFF = 0.2  # to try where a policy has to look further; twice the weight in use where that is more
 LONG_EPISODE = 1000  # tokens, one after the other: an untrained model may write them all
+MOST_OF_OTHERS = 0.8  # of a step's tokens that are the environment's, while most answers are no legal action
 STRAY = 0.05  # of the rows, or of the range of scores: so few are taken for stray samples, and not for a signal
 
 logger = logging.getLogger(__name__)
@@ -33,19 +36,27 @@ class Watch(Observer):
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
+        self.has_stepped = False
         settings, self.alarms = run.config.trainer, []
         if isinstance(settings, Settings):
+            entropy_coeff, asks = run.config.actor_rollout_ref.actor.entropy_coeff, partial(compare_moves, run)
             self.alarms = [
-                NoSignal(settings.no_signal_steps, run.tokenizer, run.config.actor_rollout_ref.actor.entropy_coeff),
+                NoSignal(settings.no_signal_steps, run.tokenizer, entropy_coeff, asks),
                 MismatchAlarm(settings.max_rollout_mismatch, run.config.algorithm.get("rollout_correction")),
             ]
 
     def started(self, step: int) -> None:
         if self.alarms and self.run.game is not None:
             say_length(self.run.config, self.run.game.environment)
+        moves = compare_moves(self.run) if self.alarms else None
+        if moves is not None and moves.teach_nothing:
+            notice(moves.advice("training states"))
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         if batch is not None:
+            if self.alarms and self.run.game is not None and not self.has_stepped:
+                say_whose_tokens(self.run, metrics)
+            self.has_stepped = True
             for alarm in self.alarms:
                 alarm.check(metrics, batch)
 
@@ -68,6 +79,44 @@ def say_length(config: Config, environment: Any) -> None:
             f"{plural(tokens, 'token')} each, and may take long: env.max_turns and data.max_response_length bound it, "
             "trainer.test_freq and trainer.val_before_train say when there is one."
         )
+
+
+@runtime_checkable
+class CommentsAnswers(Protocol):
+    """An environment that says something of an answer without a legal action."""
+
+    invalid_feedback: str
+
+
+def say_whose_tokens(run: Any, metrics: Mapping[str, float]) -> None:
+    """Says if the tokens of transcripts are mostly the environment's because most answers are no legal action."""
+    told, said = (metrics.get(f"episode/tokens/{role}/mean", 0.0) for role in ("observation", "policy"))
+    legal, _ = readable_answers(metrics)
+    if legal >= 0.5 or told <= MOST_OF_OTHERS * (told + said):
+        return
+    environment = run.game.environment
+    comment = environment.invalid_feedback if isinstance(environment, CommentsAnswers) else ""
+    length = len(run.tokenizer.encode(f"{comment}\n", add_special_tokens=False)) if comment else 0
+    comments = min(told, metrics["invalid_actions/mean"] * length) / (told + said)
+    notice(
+        f"{told / (told + said):.0%} of the tokens of this step are the environment's, as {1 - legal:.0%} of the "
+        f"answers are no legal action; {comments:.0%} are what it says of these. Train on single states first, and on "
+        "episodes from that checkpoint (docs/multiturn.md); env.kwargs.invalid_feedback='' says nothing, and "
+        "env.invalid_action=end ends an episode there."
+    )
+
+
+def compare_moves(run: Any, batch: DataProto | None = None) -> Any | None:
+    """Compares what moves are paid in the states of a batch, by default in training states (extras/gym/actions.py).
+
+    None: the run has no such states, or nobody can say.
+    """
+    env = run.config.env
+    if env.id is None or env.mode != "step" or not has("environment", "moves"):
+        return None
+    infos = None if batch is None else batch.non_tensor_batch.get("extra_info", ())
+    states = infos if infos is None else [info["state"] for info in infos if info and "state" in info]
+    return find("environment", "moves")(run.reward, states)
 
 
 class MismatchAlarm:
@@ -112,13 +161,18 @@ class NoSignal:
 
     A row teaches if it has an advantage other than 0; of a step whose scores are all equal none does. The warning names
     the likeliest cause, and the best and the worst response of the last step are printed. A run that learns slowly has
-    many such stretches: it warns of the 1st, the 10th, the 100th and the 1000th.
+    many such stretches: it warns of the 1st, the 10th, the 100th and the 1000th. `asks` compares what moves are paid in
+    the states of a batch.
     """
 
-    def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase, entropy_coeff: float = 0.0) -> None:
-        self.limit = limit
-        self.tokenizer = tokenizer
-        self.entropy_coeff = entropy_coeff
+    def __init__(
+        self,
+        limit: int,
+        tokenizer: PreTrainedTokenizerBase,
+        entropy_coeff: float = 0.0,
+        asks: Callable[[DataProto], Any | None] = lambda batch: None,
+    ) -> None:
+        self.limit, self.tokenizer, self.entropy_coeff, self.asks = limit, tokenizer, entropy_coeff, asks
         self.taught: deque[float] = deque(maxlen=limit)  # shares of rows
         self.is_silent, self.times = False, 0
 
@@ -131,7 +185,7 @@ class NoSignal:
         self.times += begins
         if begins and self.times in (1, 10, 100, 1000):
             again = f", for the {self.times}th time" if self.times > 1 else ""
-            cause = likeliest_cause(metrics, self.entropy_coeff)
+            cause = likeliest_cause(metrics, self.entropy_coeff, self.asks(batch))
             logger.warning("%d steps in a row taught nothing%s (trainer.no_signal_steps): %s", self.limit, again, cause)
             print_samples("of a step that taught nothing", batch, self.tokenizer, SHOWN)
 
@@ -144,10 +198,10 @@ def teaches_nothing(metrics: Mapping[str, float]) -> bool:
     return scores_tie or metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0
 
 
-def likeliest_cause(metrics: Mapping[str, float], entropy_coeff: float = 0.0) -> str:
+def likeliest_cause(metrics: Mapping[str, float], entropy_coeff: float = 0.0, moves: Any | None = None) -> str:
     """Explains why a step taught nothing, and what to do about it: the first of the known causes that fits.
 
-    `entropy_coeff` is the weight in use, above which the advice lies.
+    `entropy_coeff` is the weight in use, above which the advice lies; `moves` compares those of the step's states.
     """
     late, broken = (int(metrics.get(f"reward/{outcome}", 0)) for outcome in ("timeout", "error"))
     if late or broken:
@@ -157,22 +211,25 @@ def likeliest_cause(metrics: Mapping[str, float], entropy_coeff: float = 0.0) ->
         )
     if "critic/score/max" not in metrics:
         return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
+    if moves is not None and moves.teach_nothing:
+        return moves.advice("states of this step")
     cut = f"{metrics['response_length/clip_ratio']:.0%} of the responses reach data.max_response_length"
-    readable, source = readable_answers(metrics)
-    if readable < 0.1:
-        return (
-            f"{readable:.0%} of the responses could be read as an action ({source}; {cut}). Make text_to_action more "
-            "lenient, give responses more room, or start from a model that knows the format."
-        )
+    least, best, mean = (metrics[f"critic/score/{name}"] for name in ("min", "max", "mean"))
+    if unreadable := lack_of_actions(metrics, moves is not None, cut):
+        return unreadable
     if room := lack_of_room(metrics):
         return room
-    least, best, mean = (metrics[f"critic/score/{name}"] for name in ("min", "max", "mean"))
     if STRAY * (best - least) < mean - least < (1 - STRAY) * (best - least):
         return (
             "the samples of a prompt always score alike. Raise actor_rollout_ref.rollout.n or the temperature, use a "
             "reward that tells answers apart, or set "
             f"actor_rollout_ref.actor.entropy_coeff={max(ENTROPY_COEFF, 2 * entropy_coeff):g}: see "
             "docs/environments.md (What a small model learns)."
+        )
+    if least == best > 0:
+        return (
+            f"the reward returns {best:g} for every response. Does it read the response (python -m extras.try_reward)? "
+            "If it does, the task is mastered."
         )
     score, all_of = best if 2 * mean > least + best else least, "nearly every" if best > least else "every"
     long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
@@ -182,6 +239,24 @@ def likeliest_cause(metrics: Mapping[str, float], entropy_coeff: float = 0.0) ->
         f"{all_of} response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "
         "chance, the model is too small to read the state, or the task is mastered: see docs/environments.md (The "
         "training prompts; What a small model learns)."
+    )
+
+
+def lack_of_actions(metrics: Mapping[str, float], differ: bool, cut: str) -> str:
+    """Says that hardly any response is an action, or that those which are earn no other score, unless it is known that
+    moves `differ`; else ""."""
+    readable, source = readable_answers(metrics)
+    if readable >= 0.1:
+        return ""
+    if readable and not differ and metrics["critic/score/min"] == metrics["critic/score/max"]:
+        return (
+            f"the {readable:.0%} of the responses that were legal actions ({source}) earned what the others did. The "
+            "reward does not tell moves apart, or is too rare to be found by chance: see docs/environments.md (The "
+            "training prompts)."
+        )
+    return (
+        f"{readable:.0%} of the responses could be read as an action ({source}; {cut}). Make text_to_action more "
+        "lenient, give responses more room, or start from a model that knows the format (python -m extras.imitate)."
     )
 
 

@@ -88,6 +88,14 @@ def test_responses_that_never_end_by_themselves_are_named_where_they_could():
     [said] = found(endless)
     assert said.startswith("no response ends by itself")
     assert found(endless, actor_rollout_ref__rollout__response_length=1) == []
+    assert found(endless, TEACHES | {"reward/valid_action/mean": 0.9}) == []
+
+
+def test_moves_that_are_paid_alike_are_named_once_and_before_the_step_has_shown_it():
+    moves = pytest.importorskip("extras.gym.actions").Moves(30, 30, frozenset([0.0]))
+    for metrics in (TEACHES, TEACHES | {"critic/score/max": 0.0, "critic/score/mean": 0.0}):
+        [said] = findings(SOUND, metrics, CONFIG, TOKENIZER, moves)
+        assert said.startswith("in 30 of 30 training states all legal actions pay alike (0)")
 
 
 def test_a_reward_that_teaches_nothing_is_explained():

@@ -1,7 +1,9 @@
 """Counts how often each action is played, and what it earns, by hand."""
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from custom.env_wrapper import make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from extras.gym.actions import ActionShares
+from extras.gym import actions
+from extras.gym.actions import ActionShares, Moves, compare_moves
 from tests.runs import compose
 
 TOKENIZER = build_tokenizer()
@@ -51,3 +54,46 @@ def test_an_environment_of_numbers_and_a_reward_that_reads_no_actions_have_none(
     for reward in (CustomRewardManager(make_env("Pendulum-v1")), lambda data: [0.0] * len(data)):
         trainer = SimpleNamespace(config=compose(), game=None, reward=reward, tokenizer=TOKENIZER)
         assert ActionShares(trainer)(batch_of(TURNS), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "settings", "teach_nothing", "pays"),
+    [
+        ("MountainCar-v0", {}, True, {-1.0}),
+        ("FrozenLake8x8-v1", {"reward": "env"}, True, {0.0}),
+        ("Blackjack-v1", {}, False, None),
+        ("Pendulum-v1", {}, False, None),  # whose moves are drawn
+    ],
+)
+def test_states_whose_moves_are_paid_alike_are_counted(env_id, settings, teach_nothing, pays):
+    environment = make_env(env_id, **settings)
+    chance = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+    moves = compare_moves(CustomRewardManager(environment))
+    assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == chance
+    assert moves.teach_nothing is teach_nothing and moves.alike <= moves.states <= 30
+    assert pays is None or moves.pays == pays
+    assert compare_moves(CustomRewardManager(environment), []) is None
+    again = compare_moves(CustomRewardManager(environment), [environment.get_state(0)] * 2)
+    assert again.states == 1
+
+
+def test_it_is_not_asked_who_pays_by_more_than_the_environment_does(monkeypatch):
+    class Shaping(CustomRewardManager):
+        def score(self, response, state):
+            return 1.0
+
+    sparse = make_env("MountainCar-v0")
+    assert compare_moves(Shaping(sparse)) is compare_moves(CustomRewardManager(make_env("FrozenLake-v1"))) is None
+    assert compare_moves(lambda data: [0.0] * len(data)) is None
+    monkeypatch.setattr(actions, "MOST_SECONDS", -1.0)
+    assert compare_moves(CustomRewardManager(sparse)).states == 1
+
+
+@pytest.mark.parametrize(
+    ("states", "alike", "flat"), [(30, 30, True), (30, 27, True), (30, 26, False), (4, 3, False), (1, 1, True)]
+)
+def test_moves_teach_nothing_where_they_differ_in_a_tenth_of_the_states_at_most(states, alike, flat):
+    moves = Moves(states, alike, frozenset([0.0]))
+    assert moves.teach_nothing is flat
+    assert f"in {alike} of {states} states all legal actions pay alike (0)" in moves.advice("states")
+    assert "alike:" in Moves(states, alike, frozenset([0.0, 1.0])).advice("states")

@@ -96,6 +96,13 @@ THRESHOLDS = [  # by metrics, their values at the threshold and beyond it, and w
     ({"train/grad_norm": ([1.0] * 9 + [30.0], [1.0] * 9 + [31.0])}, "31 in step 10"),
     ({ACC: ([0.2, 1.0, 0.9], [0.2, 1.0, 0.89])}, "Validation on sums: success was 1 at step 2 and is 0.89"),
     ({"val/loss": ([20.0, 10.0, 11.0], [20.0, 10.0, 11.1])}, "Validation: loss was 10 at step 2"),
+    ({f"{SCORE}/mean": ([0.1, 0.2], [0.1, 0.21]), f"{SCORE}/min": ([0.0],) * 2, f"{SCORE}/max": ([1.0],) * 2,
+      ACC: ([0.3, 0.35],) * 2}, "rose from 0.1 to 0.21, and validation on sums: success was not above 0.3 up"),
+    ({"action/L/share": ([0.01] * 10, [0.009] * 10), "action/R/share": ([0.41] * 10,) * 2},
+     "L: played in less than 1% of the answers late in the run (action/…/share), and R in 41%"),
+    ({"action/L/share": ([0.0] * 10,) * 2, "action/R/share": ([0.4] * 10, [0.41] * 10)}, "and R in 41%"),
+    ({"val-aux/a:B-v0/random_player/return/mean@1": ([0.2] * 2,) * 2,
+      "val-core/a:B-v0/return/mean@1": ([0.2, 0.2], [0.1, 0.1])}, "return on a:B-v0 is 0.1 at step 2, that of random"),
     ({"group/zero_std_frac": ([0.8] * 10, [0.81] * 10)}, "score alike in 81% of the groups"),
     ({f"{SCORE}/min": ([0.0] * 9, [0.0] * 10), f"{SCORE}/max": ([0.0] * 9, [0.0] * 10)},
      "10 steps in a row, 1 to 10, taught nothing"),
@@ -117,6 +124,22 @@ def test_settings_of_the_run_are_its_thresholds():
     far = {"rollout_mismatch/abs_log_prob_diff": [0.3]}
     assert len(findings(record(ties, config={"trainer": {"no_signal_steps": 5}}))) == 1
     assert findings(record(ties | far, config={"trainer": {"no_signal_steps": 0, "max_rollout_mismatch": None}})) == []
+
+
+@pytest.mark.parametrize("last", [0.36, 0.91])
+def test_a_validation_that_rises_or_has_reached_the_best_score_is_not_flat(last):
+    first = 0.3 if last < 0.5 else last
+    scores = {"critic/score/min": [0.0], "critic/score/max": [1.0], "critic/score/mean": [0.1, 0.9]}
+    assert findings(record(scores | {ACC: [first, last]})) == []
+
+
+def test_a_random_player_is_a_bar_from_the_middle_of_a_run_on():
+    metrics = {"val-aux/B-v0/random_player/return/mean@1": [0.2] * 2, "val-aux/B-v0/return/mean@1": [0.1] * 2}
+    [finding] = findings(record(metrics, config={"trainer": {"total_training_steps": 4}}))
+    assert "worse than a random player" in finding.text
+    early = record(metrics, config={"trainer": {"total_training_steps": 5}})
+    assert findings(early) == []
+    assert "The return on B-v0 is 0.1 in the last validation, a random player's 0.2." in sentences(early)
 
 
 def test_a_single_token_is_not_cut():

@@ -56,7 +56,10 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
     ("metrics", "cause"),
     [
         ({"response/aborted_ratio": 1.0}, "every rollout failed"),
-        ({**TIES, "reward/valid_action/mean": 0.02}, r"2% of the responses could be read as an action .*; 0% of the"),
+        ({**TIES, "reward/valid_action/mean": 0.02}, "^the 2% of the responses that were legal actions .* earned what"),
+        ({**TIES, "reward/valid_action/mean": 0.0}, r"0% of the responses could be read as an action .*; 0% of the"),
+        ({**TEACHES, "reward/valid_action/mean": 0.02}, "2% of the responses could be read"),
+        ({**scores(1.0, 1.0, 1.0, 0.0), "response_length/clip_ratio": 1.0}, "^the reward returns 1 for every response"),
         ({**TIES, "response_length/clip_ratio": 0.9}, "every response scores 0, and 90% of the responses reach data"),
         ({**TIES, "response_length/clip_ratio": 1.0, "response_length/max": 1.0}, "too rare to be found by chance"),
         ({**TIES, "response_length/clip_ratio": 1.0, "reward/valid_action/mean": 0.9}, "too rare to be found"),
@@ -72,6 +75,12 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
 )
 def test_the_likeliest_cause_is_the_first_that_fits(metrics, cause):
     assert re.search(cause, likeliest_cause({**LENGTHS, **metrics}))
+
+
+@pytest.mark.parametrize(("alike", "cause"), [(8, "^in 8 of 8 states of this step .*alike"), (4, "^2% of the")])
+def test_moves_that_are_paid_alike_are_the_first_cause_of_ties(alike, cause):
+    moves = pytest.importorskip("extras.gym.actions").Moves(8, alike, frozenset([0.0]))
+    assert re.search(cause, likeliest_cause({**LENGTHS, **TIES, "reward/valid_action/mean": 0.02}, moves=moves))
 
 
 def test_the_entropy_coeff_that_is_advised_is_one_figure_everywhere_and_above_the_one_in_use():
