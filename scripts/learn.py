@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -280,7 +281,7 @@ def with_model(path: str) -> list[str]:
 
 
 def return_of(metrics: dict[str, float]) -> float:
-    return next(value for name, value in metrics.items() if name.endswith("/return/mean@1"))
+    return next(value for name, value in metrics.items() if re.search("(?<!/random_player)/return/mean@1$", name))
 
 
 def verdict(seen: Look, value: float) -> str:

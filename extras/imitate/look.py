@@ -86,7 +86,7 @@ def judge(config: Config, arguments: dict[str, Any], seed: int) -> "Earnings | N
         environment = environment_of(with_settings(config, {"env.kwargs": {**config.env.kwargs, **arguments}}))
         earnings = Earnings.of(environment, "best", range(seed, seed + TRIED))
     except ValueError as error:
-        print(f"{name}: {error}")
+        print(f"{name}: {error.__cause__ or error}")
         return None
     print(f"{name}: return {earnings}, {1000 * earnings.seconds:.1f} ms a move")
     return earnings
