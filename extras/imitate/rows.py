@@ -1,6 +1,7 @@
 """Demonstrations of an environment: states as the policy is shown them, and what a player answers."""
 
 import math
+import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from data.types import Row
 
 Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
+CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
 
 
@@ -71,9 +73,14 @@ def played(environment: Any, player: Player, seed: int, rng: np.random.Generator
 
 
 def answer(environment: Any, action: Any) -> str:
-    """Writes an action as a demonstration: numbers of a range are rounded to a twentieth of it, to be short."""
+    """Writes an action as a demonstration: numbers of a range are rounded to a twentieth of it, to be short; for one
+    that has no name, the first character that a reader of the user's takes for it."""
     world = environment.world_of(0)
-    return environment.action_to_text(world.acts.plain(world.acts.native(rounded(action, world.env.action_space))))
+    plain = world.acts.plain(world.acts.native(rounded(action, world.env.action_space)))
+    texts = (world.acts.answer(plain), *CHARACTERS) if environment.text_to_action else ()
+    return next((text for text in texts if environment.extract_action(text) == plain), None) or (
+        environment.action_to_text(plain)
+    )
 
 
 def rounded(action: Any, space: Any) -> Any:
