@@ -48,7 +48,6 @@ from workers.ray_group import start_command
 EPISODES = 100  # held-out ones
 ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
-MASTERED = 0.95  # of the way from the random player to the player that is imitated
 SFT = ["data.train_batch_size=32", "optim.lr=1e-3", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
 GENTLE = [  # what imitation has taught is kept: without it few moves survive
     "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.3",
@@ -164,9 +163,7 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
     before = course.value = evaluate(course, "untrained", course.model)
     number = 1
     while consider(course, f"imitation {number}", imitate(course, rows, number)) and seen.settings:
-        if seen.share(course.value) >= MASTERED or course.is_short_of(
-            f"demonstrations {number}", f"imitation {number}"
-        ):
+        if seen.is_mastered_by(course.value) or course.is_short_of(f"demonstrations {number}", f"imitation {number}"):
             break
         number += 1
         rows = demonstrations(course, seen, number)
@@ -174,7 +171,7 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
     for name, settings in stages.items():
         if name == "states" and not seen.repeatable:
             continue
-        if course.seconds_left > 0 and seen.share(course.value) < MASTERED:
+        if course.seconds_left > 0 and not seen.is_mastered_by(course.value):
             consider(course, name, reinforce(course, name, settings))
     return summarise(course, seen, before)
 
@@ -294,7 +291,7 @@ def verdict(seen: Look, value: float) -> str:
             "imitated. Write player(environment, state) -> action, and its rows: `python -m extras.imitate --player "
             "file.py:player`."
         )
-    if share >= MASTERED:
+    if seen.is_mastered_by(value):
         return "mastered: as good as the player that it imitates"
     if share >= 0.5:
         return f"learnt: {share:.0%} of the way from the random player to the one that it imitates"

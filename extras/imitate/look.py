@@ -22,6 +22,7 @@ from training.environment import build_environment, episode_seeds
 
 TRIED = 20  # episodes of a player that is considered
 HORIZONS = (3, 10)  # of playouts, before those to the end
+MASTERED = 0.95  # of the way from the random player to the teacher
 SURE = 2.0  # standard errors by which a player has to be better than the random one
 
 
@@ -34,18 +35,24 @@ class Look:
         teacher: that of the player who makes the moves that are known to be best, in others.
         settings: key=value, by which an environment knows them; []: they are not known, and the teacher is random.
         repeatable: whether it can be set to any of its states.
+        error: the standard error of the teacher's return.
         seconds: that it takes to know the best move of a state.
     """
 
     random: float
     teacher: float
     settings: Sequence[str]
-    repeatable: bool = True
-    seconds: float = 0.0
+    repeatable: bool
+    error: float
+    seconds: float
 
     def share(self, value: float) -> float:
         """Returns how far a return is on the way from the random player's to the teacher's."""
         return (value - self.random) / (self.teacher - self.random) if self.teacher > self.random else 0.0
+
+    def is_mastered_by(self, value: float) -> bool:
+        """Says whether a return is about the teacher's, who is better than the random player."""
+        return self.teacher > self.random and self.share(value) >= min(MASTERED, self.share(self.teacher - self.error))
 
 
 def look(config: Config, episodes: int) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def look(config: Config, episodes: int) -> dict[str, Any]:
         if settings and arguments["reward"] != "playouts":
             break  # nothing knows better
     print(f"moves are judged by: {' '.join(settings) or 'nothing: any legal move is as good as another'}")
-    return asdict(Look(random.mean, best.mean, settings, environment.repeatable, best.seconds))
+    return asdict(Look(random.mean, best.mean, settings, environment.repeatable, best.error, best.seconds))
 
 
 def ways_to_judge(environment: Any) -> Iterator[dict[str, Any]]:
