@@ -120,11 +120,11 @@ def train(overrides: Sequence[str]) -> dict[str, float]:
     return rl.run(compose("ppo_trainer", overrides))
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = script_parser(__doc__, "weights, states, sampling")
     parser.add_argument("environment", metavar="ENV", help="env.id: a gymnasium id, or my_game.py:Game-v0")
     parser.add_argument("--minutes", type=float, default=10, help="after which no stage begins (%(default)g)")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args(argv)
     with refusals():
         config, course = enrol(arguments)
     start_command(config)

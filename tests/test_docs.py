@@ -44,9 +44,11 @@ import {module} as entry
 entry.train = lambda *_: None
 if "Launch" in vars(entry):
     entry.Launch.init_workers = entry.Launch.fit = lambda launch: None
+if "Course" in vars(entry):
+    entry.learn = entry.print_summary = lambda *_: None
 entry.main(sys.argv[1:])
 """
-TRAINS = {("main.py",): "main", ("-m", "extras.sft"): "extras.sft.__main__"}
+TRAINS = {("main.py",): "main", ("-m", "extras.sft"): "extras.sft.__main__", ("-m", "scripts.learn"): "scripts.learn"}
 READS_A_RUN = ("extras.report.show_episodes", "extras.merge.__main__")  # commands that show what training has left
 
 
