@@ -42,7 +42,6 @@ from extras.report.__main__ import write_report
 from extras.sft import trainer as sft_trainer
 from extras.sft.settings import SFTConfig
 from scripts.quickstart import compose as compose_sft
-from scripts.quickstart import script_parser
 from workers.ray_group import start_command
 
 EPISODES = 100  # held-out ones
@@ -121,9 +120,11 @@ def train(overrides: Sequence[str]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = script_parser(__doc__, "weights, states, sampling")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environment", metavar="ENV", help="env.id: a gymnasium id, or my_game.py:Game-v0")
     parser.add_argument("--minutes", type=float, default=10, help="after which no stage begins (%(default)g)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, states, sampling (0)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of main.py")
     arguments = parser.parse_intermixed_args(argv)
     with refusals():
         config, course = enrol(arguments)
