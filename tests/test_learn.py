@@ -1,0 +1,105 @@
+"""`python -m scripts.learn`: its stages are the commands that it prints, what is done is not done again, and what does
+not gain is not kept."""
+
+import json
+import re
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from configs.loader import compose
+from extras.imitate.look import Earnings, Look
+from scripts import learn
+from tests.runs import ROOT
+
+NIM = f"{ROOT}/examples/games/nim.py:Nim-v0"
+BLIND = """
+import gymnasium as gym
+
+class Blind(gym.Env):
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Text(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.turn = 0
+        return "go", {}
+
+    def step(self, action):
+        self.turn += 1
+        return "go", 1.0, self.turn == 3, False, {}
+
+gym.register("Blind-v0", Blind, max_episode_steps=3)
+"""
+
+
+@pytest.fixture
+def course(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """course(environment, …) learns in tmp_path, with few rows and steps; returns the summary and the stages."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(learn, "EPISODES", 40)
+    monkeypatch.setattr(learn, "ROWS", 64)
+    monkeypatch.setattr(learn, "LEAST_ROWS", 64)
+    for name in ("STATES", "WHOLE_EPISODES"):
+        few = [re.sub("(steps|batch_size)=.*", r"\1=2", each) for each in getattr(learn, name)]
+        monkeypatch.setattr(learn, name, few)
+
+    def run(environment: str, *options: str) -> tuple[dict, dict]:
+        small = [f"actor_rollout_ref.model.path={tiny_model}", "env.kwargs.instruction="]
+        learn.main([environment, *small, "trainer.default_local_dir=out", *options])
+        return tuple(json.loads(Path("out", f"{name}.json").read_text()) for name in ("summary", "stages"))
+
+    return run
+
+
+def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, capsys: pytest.CaptureFixture[str]):
+    summary, stages = course(NIM)
+    printed = capsys.readouterr().out
+    assert [*stages][:5] == ["look", "demonstrations 1", "untrained", "imitation 1", "return of imitation 1"]
+    assert {"states", "return of states", "episodes", "return of episodes", "sampled"} <= {*stages}
+    for stage in stages.values():
+        assert stage["command"] in printed
+        command = shlex.split(stage["command"])[1:]
+        if command[0] == "main.py":
+            compose("ppo_trainer", command[1:])
+    assert summary["labels"].startswith("env.kwargs.reward=playouts")
+    assert -1 <= summary["random"] < 0 < summary["teacher"] <= 1
+    returns = {name.removeprefix("return of "): stage["result"] for name, stage in stages.items()}
+    kept = max(summary["before"], *(learn.return_of(returns[name]) for name in ("imitation 1", "states", "episodes")))
+    assert summary["after"] == kept
+
+    again, unchanged = course(NIM)
+    assert (again, unchanged) == (summary, stages)
+    assert capsys.readouterr().out.count("done before") == len(stages)
+    _, other = course(NIM, "--seed", "1")
+    assert other["imitation 1"]["command"] != stages["imitation 1"]["command"]
+
+
+def test_a_game_whose_moves_are_all_alike_says_so(course, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "blind.py").write_text(BLIND)
+    summary, stages = course("blind.py:Blind-v0")
+    assert summary["labels"] == "" and "--player random" in stages["demonstrations 1"]["command"]
+    assert "demonstrations 2" not in stages
+    assert summary["random"] == summary["teacher"] == 3.0
+    assert "extras.imitate --player" in summary["verdict"]
+    assert summary["verdict"] in capsys.readouterr().out
+
+
+def test_an_environment_that_is_not_there_is_refused_in_one_line(course, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        course("nowhere.py:Game-v0")
+    assert ended.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: env.id=nowhere.py")
+
+
+def test_mastery_and_shares_by_hand():
+    seen = Look(random=-1.0, teacher=1.0, settings=("a=b",), repeatable=True, error=0.04, seconds=0.0)
+    assert seen.share(0.0) == 0.5 and seen.share(1.5) == 1.25
+    assert seen.is_mastered_by(0.9) and not seen.is_mastered_by(0.89)
+    unsure = Look(**{**asdict(seen), "error": 0.5})
+    assert unsure.is_mastered_by(0.5) and not unsure.is_mastered_by(0.49)
+    assert not Look(**{**asdict(seen), "teacher": -1.0}).is_mastered_by(5.0)
+    one, other = Earnings(1.0, 0.3, 0.0), Earnings(0.0, 0.4, 0.0)
+    assert one.exceed(other, 1.9) and not one.exceed(other, 2.1)
