@@ -84,6 +84,7 @@ class TextEnv:
     instruction: str | None = None
     action_names: Sequence[str] | None = None  # by action: canonical answer, then synonyms after |; default: numbers
     observation_names: Sequence[str] | None = None  # written before each number of a flat observation
+    observation_style: str = "plain"  # of numbers that are written out; or "fixed": all as wide as the widest
     max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
     reward: str | None = None  # of compute_reward: "progress" (default with a transition table), "env", or of CREDITS
     invalid_action: str = "retry"  # an answer without a legal action uses up a turn; or "end": it ends the episode
@@ -131,6 +132,8 @@ class TextEnv:
         self.reward = self.reward or ("progress" if tabular else "env")
         if self.invalid_action not in ("retry", "end"):
             raise ValueError(f"invalid_action={self.invalid_action!r}: an illegal answer is a 'retry', or the 'end'")
+        if self.observation_style not in ("plain", "fixed"):
+            raise ValueError(f"observation_style={self.observation_style!r}: numbers are 'plain', or 'fixed' in width")
         if self.max_turns < 1:
             raise ValueError(f"max_turns={self.max_turns}: an episode needs at least 1 turn")
         if self.reward not in ("progress", "env", *CREDITS) or (self.reward == "progress" and not tabular):
@@ -140,7 +143,8 @@ class TextEnv:
     def _by_space(self, env: gym.Env) -> Callable[[Any, Any], str]:
         """Returns what writes observations out by their space."""
         space = env.observation_space if "observation_space" in dir(env.unwrapped) else gym.Space()
-        self.writes_out, observed = not isinstance(space, gym.spaces.Text), text_of(space, self.env_id)
+        observed = text_of(space, self.env_id, fixed_width=self.observation_style == "fixed")
+        self.writes_out = not isinstance(space, gym.spaces.Text)
         observed.check(self.observation_names)
         return lambda _, observation: observed.write(observation, self.observation_names)
 

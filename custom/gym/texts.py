@@ -40,11 +40,12 @@ def mark_ansi(text: str) -> str:
 class PlainText:
     """The values of a space that are a number or a text: written as they are, read as they stand.
 
-    An action is kept as plain data, to be compared and pickled: a number, a text, or a tuple of such.
+    An action is kept as plain data, to be compared and pickled: a number, a text, or a tuple of such. With
+    `fixed_width`, the numbers of an observation stand in the same places, whatever their values.
     """
 
-    def __init__(self, space: gym.Space) -> None:
-        self.space = space
+    def __init__(self, space: gym.Space, fixed_width: bool = False) -> None:
+        self.space, self.fixed_width = space, fixed_width
 
     def check(self, names: Sequence[str] | None) -> None:
         """Raises ValueError where observations cannot be written out, or not with `names` for their numbers."""
@@ -104,8 +105,8 @@ class NamedActions(PlainText):
         return int(number)
 
 
-def text_of(space: gym.Space, env_id: str) -> PlainText:
+def text_of(space: gym.Space, env_id: str, fixed_width: bool = False) -> PlainText:
     """Returns what writes and reads the values of `space`; raises ConfigError if its extra is not here."""
     if isinstance(space, gym.spaces.Discrete | gym.spaces.Text) or type(space) is gym.Space:
         return PlainText(space)
-    return find("environment", "spaces", f"env.id={env_id}: the text of {type(space).__name__}")(space)
+    return find("environment", "spaces", f"env.id={env_id}: the text of {type(space).__name__}")(space, fixed_width)

@@ -5,8 +5,9 @@ The defaults for an environment without `observation_to_text` or `text_to_action
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -31,8 +32,8 @@ class AnswerSpace(gym.Space[str]):
 class SpaceText:
     """The values of any space, written and read part by part: custom/gym/texts.py has the methods' contract."""
 
-    def __init__(self, space: gym.Space) -> None:
-        self.space = space
+    def __init__(self, space: gym.Space, fixed_width: bool = False) -> None:
+        self.space, self.fixed_width = space, fixed_width
 
     def check(self, names: Sequence[str] | None = None) -> None:
         """Raises ValueError where `write` would be no reading: for images, say, or names that do not fit."""
@@ -53,25 +54,26 @@ class SpaceText:
         An array has its last axis in lines, numbers rounded to a thousandth of their range or, unbounded, to three
         digits; `names` go before those of a flat one. A dict has a line for each key. What else there is: `str`.
         """
-        space = self.space
+        space, part_text = self.space, partial(SpaceText, fixed_width=self.fixed_width)
         if isinstance(space, ARRAYS):
             values = np.asarray(observation, space.dtype).ravel().tolist()
-            numbers = [number_text(*entry) for entry in zip(values, *bounds(space), strict=True)]
+            write = fixed_number if self.fixed_width else number_text
+            numbers = [write(*entry) for entry in zip(values, *bounds(space), strict=True)]
             if names is not None:
                 return ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
             return array_text(np.array(numbers, dtype=object).reshape(space.shape))
         if isinstance(space, spaces.Dict):
-            return "\n".join(with_label(key, SpaceText(part).write(observation[key])) for key, part in space.items())
+            return "\n".join(with_label(key, part_text(part).write(observation[key])) for key, part in space.items())
         if isinstance(space, spaces.Tuple):
-            return join_texts([SpaceText(part).write(value) for part, value in zip(space, observation, strict=True)])
+            return join_texts([part_text(part).write(value) for part, value in zip(space, observation, strict=True)])
         if isinstance(space, spaces.OneOf):
             choice, value = observation
-            return with_label(choice, SpaceText(space.spaces[choice]).write(value))
+            return with_label(choice, part_text(space.spaces[choice]).write(value))
         if isinstance(space, spaces.Sequence):
             items = iterate(space.stacked_feature_space, observation) if space.stack else observation
-            return join_texts([SpaceText(space.feature_space).write(item) for item in items]) or "none"
+            return join_texts([part_text(space.feature_space).write(item) for item in items]) or "none"
         if isinstance(space, spaces.Graph):
-            return "\n".join(graph_lines(space, observation))
+            return "\n".join(graph_lines(space, observation, part_text))
         return str(observation)
 
     def how_to_answer(self) -> str:
@@ -149,12 +151,12 @@ def parts(space: gym.Space) -> Sequence[gym.Space]:
     return []
 
 
-def graph_lines(space: spaces.Graph, graph: Any) -> Iterator[str]:
+def graph_lines(space: spaces.Graph, graph: Any, part_text: Callable[[gym.Space], SpaceText]) -> Iterator[str]:
     for number, node in enumerate(graph.nodes):
-        yield with_label(f"node {number}", SpaceText(space.node_space).write(node))
+        yield with_label(f"node {number}", part_text(space.node_space).write(node))
     for number, (start, end) in enumerate([] if graph.edge_links is None else graph.edge_links):
         name = f"edge {start} to {end}"
-        yield name if graph.edges is None else with_label(name, SpaceText(space.edge_space).write(graph.edges[number]))
+        yield name if graph.edges is None else with_label(name, part_text(space.edge_space).write(graph.edges[number]))
 
 
 def with_label(name: Any, text: str) -> str:
@@ -191,6 +193,22 @@ def number_text(value: float, low: float, high: float) -> str:
     else:
         text = np.format_float_positional(float(f"{value:.3g}"), trim="-")
     return text if float(text) else text.removeprefix("-")
+
+
+def fixed_number(value: float, low: float, high: float) -> str:
+    """A number as wide as any of its range, with leading zeros, and a sign where there are negative ones.
+
+    Its decimals are those of `number_text`. Unbounded, it has eight characters: +0021.50, -3.0e-04, +1.2e+05.
+    """
+    largest, sign = max(abs(low), abs(high)), "+" if low < 0 else ""
+    if not math.isfinite(value) or (isinstance(value, int | bool) and largest >= 1e6):
+        return str(value)
+    if isinstance(value, int | bool):
+        return f"{int(value):{sign}0{len(str(int(largest))) + len(sign)}d}"
+    if 0 < high - low < 1e6:
+        digits = max(0, 3 - math.floor(math.log10(high - low)))
+        return f"{round(value, digits) + 0.0:{sign}0{len(f'{largest:.{digits}f}') + len(sign)}.{digits}f}"
+    return f"{value:+08.2f}" if value == 0 or 0.1 <= abs(value) < 9999 else f"{value:+.1e}"
 
 
 @dataclass(frozen=True)

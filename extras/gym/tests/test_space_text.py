@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from custom.env_wrapper import ENVIRONMENTS, make_env, make_text_env
-from extras.gym.space_text import SpaceText, number_text
+from extras.gym.space_text import SpaceText, fixed_number, number_text
 from tests.runs import compose
 from training.environment import build_environment
 
@@ -121,6 +121,44 @@ ACTIONS = [
     CAR,
     spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))),
 ]
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "text"),
+    [
+        (0.123456, -1.0, 1.0, "+0.123"),
+        (-0.0001, -1.0, 1.0, "+0.000"),
+        (7.0, 0.0, 255.0, "007.0"),
+        (7, 0, 12, "07"),
+        (True, 0, 1, "1"),
+        (-3, -10, 10, "-03"),
+        (21.5, -INF, INF, "+0021.50"),
+        (0.0, -INF, INF, "+0000.00"),
+        (-0.0003, -INF, INF, "-3.0e-04"),
+        (123456.7, 0.0, INF, "+1.2e+05"),
+        (INF, -INF, INF, "inf"),
+    ],
+)
+def test_numbers_of_a_fixed_width_by_hand(value, low, high, text):
+    assert fixed_number(value, low, high) == text
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.sampled_from([(-INF, INF), (-1e5, 1e5), (-2.5, 0.5), (0.0, 7.0)]))
+def test_a_number_of_a_fixed_width_is_as_wide_as_any_and_near_its_value(value, ends):
+    value = min(max(value, ends[0]), ends[1])
+    text = fixed_number(value, *ends)
+    assert len(text) == len(fixed_number(1.0, *ends)) and float(text) == pytest.approx(
+        value, rel=0.06, abs=0.01 + (ends[1] == 1e5)
+    )
+
+
+def test_a_style_is_a_setting_of_an_environment():
+    names = make_env("CartPole-v1", observation_style="fixed").start_state(0).text
+    assert re.fullmatch(r"position [+-]\S{5}, speed [+-]\S{7}, angle [+-]\S{6}, turning [+-]\S{7}", names)
+    both = spaces.Dict(a=spaces.Tuple([spaces.Box(0, 99, (2,))]))
+    assert SpaceText(both, fixed_width=True).write({"a": ([1.0, 23.0],)}) == "a: 01.00 23.00"
+    with pytest.raises(ValueError, match="observation_style='wide': numbers are 'plain', or 'fixed' in width"):
+        make_env("CartPole-v1", observation_style="wide")
 
 
 @pytest.mark.parametrize("space", ACTIONS, ids=str)
