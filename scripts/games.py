@@ -50,10 +50,9 @@ def by_shortest_way(env: Any) -> int:
             for action in range(env.action_space.n):
                 moved = deepcopy(position, {id(env.np_random): env.np_random})
                 view, _, done, _, _ = moved.step(action)
-                if view in came:
-                    continue
-                came[view] = position.view(), action
-                queue.append(moved)
+                if view not in came:
+                    came[view] = position.view(), action
+                    queue.append(moved)
                 if done:
                     while came[view] is not None:
                         view, plans[game, view] = came[view]
@@ -185,11 +184,13 @@ def learn(game: str, seed: int, overrides: Sequence[str]) -> dict[str, Any] | No
 
 def row(game: str, random: float, best: float, summaries: Sequence[dict[str, Any]], shares: Sequence[float]) -> str:
     """Writes a game's line of the table; what differs from seed to seed is parted by slashes."""
-    seconds = [summary.get("cpu", summary["seconds"]) for summary in summaries]
-    stages = {stage: median(each.get(stage, 0) for each in seconds) for each in seconds for stage in each}
+    spent = Counter()  # by kind of stage
+    for summary in summaries:
+        for name, stage in summary["stages"].items():
+            spent[name.split()[0]] += stage["cpu"] / len(summaries)
     numbers = [random], [best], *([each[when] for each in summaries] for when in ("before", "after")), shares
     cells = [game, *(" / ".join(f"{number:.2f}" for number in each) for each in numbers)]
-    cells += [", ".join(f"{stage} {spent:.0f}" for stage, spent in stages.items()), summaries[0].get("labels", "")]
+    cells += [", ".join(f"{stage} {seconds:.0f}" for stage, seconds in spent.items()), summaries[0].get("labels", "")]
     return f"| {' | '.join(cells)} |"
 
 
