@@ -11,7 +11,7 @@ SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning pixels algorithms games test extras lint bench gpu reports clean
+.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning pixels algorithms learn games test extras lint bench gpu reports clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ pixels: setup  ## train a tiny model that reads images on FrozenLake (SEED=0)
 
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)
+
+learn: setup  ## train a model on an environment of yours (ENV=my_game.py:Game-v0 SEED=0)
+	$(RUN) -m scripts.learn $(ENV) --seed $(SEED)
 
 games: setup  ## learn twelve games, each by one command, in three runs: table (SEEDS="0 1 2" GAMES=nim,maze)
 	$(RUN) -m scripts.games $(if $(GAMES),--games $(GAMES)) --seeds $(SEEDS)
