@@ -3,6 +3,7 @@
 import math
 import string
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from data.types import Row
 
 Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
+OF_A_RESET = 4  # rows: few of many are more unlike than many of few
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
 
@@ -41,28 +43,24 @@ def demonstrations(
 ) -> Iterator[Row]:
     """Yields `count` rows, each a state as `show` shows it, and the player's answer in its canonical form.
 
-    Half of the states are training states, the others those that the player's own play leads to, from the same resets:
-    what a reset costs, a search say, is paid once.
+    Each reset gives a few: every other a training state, else a start, and the states that play leads to from there.
     """
     rng = numpy_generator(seed, "demonstrations")
     made, index = 0, 0
     while made < count:
         reset_seed = environment.train_seed(index)
-        for state, action in played(environment, player, reset_seed, rng):
-            moves = [(state, action)]
-            if environment.repeatable:
-                other = environment.get_state(made, reset_seed)
-                moves.append((other, player(environment, other)))
-            for each, chosen in moves[: count - made]:
-                yield {"prompt": show(each), "response": answer(environment, chosen)}
-                made += 1
+        from_training_state = environment.repeatable and index % 2
+        start = environment.get_state(index, reset_seed) if from_training_state else environment.start_state(reset_seed)
+        for state, action in islice(played(environment, player, start, rng), min(OF_A_RESET, count - made)):
+            yield {"prompt": show(state), "response": answer(environment, action)}
+            made += 1
         index += 1
 
 
-def played(environment: Any, player: Player, seed: int, rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
+def played(environment: Any, player: Player, start: Any, rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
     """Yields the states of an episode with the player's moves, of which some are not played but random ones."""
     episode, end_reason = environment.clone(), None
-    episode.reset(seed)
+    episode.reset(start.seed, start.actions)
     explore = load_player("random", int(rng.integers(2**31)))
     while end_reason is None:
         state = episode.state
