@@ -116,14 +116,13 @@ def goes_on_as_before(world: Any, seed: int) -> bool:
     positions, before, stories = Positions(world.env), tuple(world.actions), ([], [])
     position = positions.keep()
     for moments in stories:
-        positions.put_back(position)
         world.actions, over = [*before], False
         for move in walk:
             if not over:
                 reward, terminated, truncated, _ = world.step(move)
                 moments.append((world.text, reward, terminated, truncated))
                 over = terminated or truncated
-    positions.put_back(position)
+        positions.put_back(position)
     return stories[0] == stories[1]
 
 

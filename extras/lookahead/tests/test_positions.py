@@ -176,7 +176,9 @@ def test_each_kind_of_part_moves_and_comes_back(name):
     assert play(env, [1, 2, 0]) == first
 
 
-@pytest.mark.parametrize("name", ["generator", "bits", "state", "random", "torch", "closure", "own", "module", "global"])
+@pytest.mark.parametrize(
+    "name", ["generator", "bits", "state", "random", "torch", "closure", "own", "module", "global"]
+)
 def test_other_chance_follows_from_its_seed(name):
     env, _ = zoo([name], [1])
     positions = Positions(env)

@@ -1,0 +1,313 @@
+"""Credit for moves: search against value iteration, playouts against exact means, and what each refuses."""
+
+import copy
+import json
+import os
+import pickle
+import random
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+from configs.errors import ConfigError
+from custom.env_wrapper import EnvState, make_env
+from custom.gym.planning import best_actions
+from extras.lookahead.credit import NO_MOVE, NoCredit, explore
+from tests.runs import ROOT, compose, learning_metrics, run_main, short_run
+from training.environment import build_environment
+
+KEY_AND_DOOR = "examples/games/key_and_door.py:KeyAndDoor-v0"
+MODULE_RNG = random.Random(1)
+TABLES = {}
+
+
+class Played(gym.Env):
+    """A table P that is played from the state of the reset's number; it draws where there is something to draw."""
+
+    observation_space = gym.spaces.Discrete(10**9)
+
+    def __init__(self, name):
+        self.name = name
+        self.action_space = gym.spaces.Discrete(len(TABLES[name][0]))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = seed % len(TABLES[self.name])
+        return self.place, {}
+
+    def step(self, action):
+        outcomes = TABLES[self.name][self.place][int(action)]
+        chance = [outcome[0] for outcome in outcomes]
+        index = self.np_random.choice(len(outcomes), p=chance) if len(outcomes) > 1 else 0
+        _, self.place, reward, done = outcomes[index]
+        return self.place, reward, done, False, {}
+
+
+class Line(gym.Env):
+    """Six cells; a step of 1 goes right, and `draw` pays in the fourth. What it holds is made by `holds`."""
+
+    observation_space = gym.spaces.Discrete(100)
+    rng = np.random.default_rng(1)
+
+    def __init__(self, draw=None, holds=lambda: None, action_space=None, length=6):
+        self.draw, self.holds, self.length = draw or (lambda env: 0.0), holds, length
+        self.action_space = action_space or gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.action_space.seed(1)
+        self.place, self.held = 0, {"deep": [self.holds()]}
+        return self.place, {}
+
+    def step(self, action):
+        self.place += 1 if action else -1 if self.place else 0
+        reward = self.draw(self) if self.place == 3 else float(self.place == self.length)
+        return self.place, reward, self.place == self.length, False, {}
+
+
+gym.register("Played-v0", Played)
+gym.register("Line-v0", Line)
+
+
+def taken(env_id, **kwargs):
+    table = gym.make(env_id, **kwargs).unwrapped.P
+    return {state: {action: [tuple(o) for o in table[state][action]] for action in table[state]} for state in table}
+
+
+MAPS = [generate_random_map(size, seed=seed) for size in (4, 8) for seed in range(3)]
+GAMES = {
+    "lake": lambda: taken("FrozenLake-v1", is_slippery=False),
+    "large lake": lambda: taken("FrozenLake8x8-v1", is_slippery=False),
+    **{
+        f"map {i}": lambda rows=rows: taken("FrozenLake-v1", desc=rows, is_slippery=False)
+        for i, rows in enumerate(MAPS)
+    },
+    "cliff": lambda: taken("CliffWalking-v1"),
+    "taxi": lambda: taken("Taxi-v4"),
+}
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_search_finds_the_best_actions_of_value_iteration_in_every_state(name, monkeypatch):
+    monkeypatch.setitem(TABLES, name, table := GAMES[name]())
+    environment = make_env("Played-v0", name=name, reward="search", repeatable=False)
+    best, seen = best_actions(table, environment.discount), set()
+    for start in table:
+        if start in seen or all(outcome[3] for row in table[start].values() for outcome in row):
+            continue  # an end, where no episode goes on
+        reached = explore(environment, start)
+        for position, way in enumerate(reached.ways):
+            place = start
+            for action in way:
+                [(_, place, _, _)] = table[place][action]
+            seen.add(place)
+            values = reached.values[position]
+            wanted = set(np.flatnonzero(best[place]).tolist())
+            assert set(np.flatnonzero(values >= values.max() - 1e-9 * 20).tolist()) == wanted
+            choice = environment.credit.best(EnvState(start, way, ""))
+            assert set(choice) == (wanted if len(wanted) < len(values) else set())
+
+
+CHANCE = {  # name: (draws, makes what the environment holds)
+    "its own": (lambda env: env.np_random.random(), int),
+    "held": (lambda env: env.held["deep"][0].random(), np.random.default_rng),
+    "a held one's copy": (lambda env: moved_on(env.held["deep"]), np.random.default_rng),
+    "a method": (lambda env: env.held["deep"][0](), lambda: np.random.default_rng().random),
+    "of the system": (lambda env: 0.0, random.SystemRandom),
+    "of the class": (lambda env: env.rng.random(), int),
+    "of the module": (lambda env: MODULE_RNG.random(), int),
+    "of random": (lambda env: random.random(), int),
+    "of numpy": (lambda env: np.random.rand(), int),
+    "of torch": (lambda env: torch.rand(1).item(), int),
+    "of the space": (lambda env: float(env.action_space.sample()), int),
+    "new": (lambda env: np.random.default_rng().random(), int),
+    "secrets": (lambda env: secrets.randbelow(10**9), int),
+    "urandom": (lambda env: int.from_bytes(os.urandom(4)), int),
+    "the clock": (lambda env: time.perf_counter(), int),
+}
+
+
+def moved_on(held):
+    """Draws as functional libraries do: from a copy, which takes the place of what it is a copy of."""
+    held[0] = copy.deepcopy(held[0])
+    return held[0].random()
+
+
+@pytest.mark.parametrize("source", CHANCE)
+def test_chance_in_a_single_cell_is_never_taken_for_none(source):
+    draw, holds = CHANCE[source]
+    environment = make_env("Line-v0", draw=draw, holds=holds, reward="search", repeatable=False)
+    with pytest.raises(
+        NoCredit, match=r"(draw random numbers|one outcome, then another).*: set env.kwargs.reward=play"
+    ):
+        explore(environment, 0)
+
+
+def test_generators_that_no_move_draws_from_are_no_chance():
+    environment = make_env("Line-v0", holds=lambda: [np.random.default_rng(), random.Random()], reward="search")
+    assert environment.credit.best(EnvState(0, (1,), "")) == (1,) and len(environment.credit.map_of(0).ways) == 6
+
+
+class Views(Line):
+    def step(self, action):
+        self.view += action
+        return self.place, self.board[0], False, False, {}
+
+    def reset(self, **arguments):
+        self.board = np.zeros(1)
+        self.view = self.board[:]
+        return super().reset(**arguments)
+
+
+gym.register("Views-v0", Views)
+REFUSED = {
+    "budget": (KEY_AND_DOOR, {"search_budget": 3}, "more than 3 positions.* raise env.kwargs.search_budget=3, or set"),
+    "text": ("Line-v0", {"action_space": gym.spaces.Text(3)}, "its actions are not numbered: set env.kwargs.reward=pl"),
+    "chance": ("FrozenLake-v1", {"is_slippery": True}, "one outcome, then another.*: set env.kwargs.reward=playouts"),
+    "discount": (KEY_AND_DOOR, {"discount": 1.0}, "env.kwargs.discount=1.0 .*: set one below 1"),
+    "lock": (
+        "Line-v0",
+        {"holds": threading.Lock},
+        "attribute held, dict, .*: make it where it is used, else set .*=env",
+    ),
+    "views": ("Views-v0", {}, "differs when a position is put back: .*views of arrays, else set env.kwargs.reward=env"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_valued_is_refused_at_the_start_with_setting_reason_and_remedy(name):
+    env_id, settings, text = REFUSED[name]
+    with pytest.raises(NoCredit, match=f"{env_id}, with env.kwargs.reward=search: .*{text}"):
+        make_env(env_id, reward="search", **settings)
+
+
+def test_a_run_is_refused_before_it_begins():
+    config = compose(f"env.id={KEY_AND_DOOR}", "env.kwargs={reward:search,search_budget:3}", name="ppo_trainer")
+    with pytest.raises(ConfigError, match="more than 3 positions"):
+        build_environment(config)
+
+
+def chain(states, seed, same=False):
+    """A table of three outcomes a move; with `same`, both actions do the same."""
+    rng, table = np.random.default_rng(seed), {}
+    for state in range(states):
+        rows = [list(zip(rng.dirichlet([1] * 3), rng.permutation(states)[:3].tolist(), strict=True)) for _ in range(2)]
+        rewards = rng.normal(size=(2, 3))
+        rows = [
+            [(p, to, r, to == 0) for (p, to), r in zip(*pair, strict=True)] for pair in zip(rows, rewards, strict=True)
+        ]
+        table[state] = {0: rows[0], 1: rows[0 if same else 1]}
+    return table
+
+
+def moments(table, horizon, discount):
+    """Mean and mean square of the return of each move and random ones after it: [S, A] each."""
+    mean = square = np.zeros((len(table), 2))
+    for _ in range(horizon):
+        after, after_square = mean.mean(1), square.mean(1)
+        terms = [[[(p, r, 0 if end else discount, to) for p, to, r, end in table[s][a]] for a in (0, 1)] for s in table]
+        p, r, d, to = np.moveaxis(np.array(terms), -1, 0)
+        to = to.astype(int)
+        mean = (p * (r + d * after[to])).sum(-1)
+        square = (p * (r**2 + 2 * r * d * after[to] + d**2 * after_square[to])).sum(-1)
+    return mean, square
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_playouts_estimate_the_mean_of_random_play(seed, monkeypatch):
+    monkeypatch.setitem(TABLES, "chain", table := chain(4, seed))
+    environment = make_env("Played-v0", name="chain", reward="playouts", playouts=400, horizon=5, discount=0.9)
+    mean, square = moments(table, 5, 0.9)
+    errors = np.sqrt((square - mean**2) / 400)
+    for start in range(4):
+        values = environment.credit.values(EnvState(4 * seed + start, (), ""))
+        assert np.all(np.abs(np.array([values[0], values[1]]) - mean[start]) < 4 * errors[start])
+
+
+def test_moves_of_equal_consequences_have_equal_values(monkeypatch):
+    monkeypatch.setitem(TABLES, "same", chain(4, 0, same=True))
+    environment = make_env("Played-v0", name="same", reward="playouts")
+    before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[2]
+    for seed in range(8):
+        first, second = environment.credit.values(state := EnvState(seed, (), "")).values()
+        assert (
+            first == second != 0 and environment.credit.best(state) == () and environment.compute_reward(state, 0) == 0
+        )
+    assert before == (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[2])
+
+
+NOISY = """
+import random
+import gymnasium as gym
+class Noisy(gym.Env):
+    action_space = gym.spaces.Text(12, charset="ab")
+    observation_space = gym.spaces.Discrete(10)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        random.seed(seed)
+        self.place = 0
+        return 0, {}
+    def step(self, action):
+        self.place += action.count("a")
+        return self.place % 10, self.np_random.normal() + random.random() * len(action), self.place > 40, False, {}
+gym.register("Noisy-v0", Noisy)
+"""
+ELSEWHERE = """
+import json, sys
+from custom.env_wrapper import make_env
+environment = make_env(sys.argv[1], reward="playouts", max_walk=3)
+print(json.dumps([[*environment.credit.values(environment.get_state(i)).items()] for i in range(3)]))
+"""
+
+
+def test_values_are_the_same_whoever_asks_and_in_which_order(write):
+    env_id = f"{write('noisy.py', NOISY)}:Noisy-v0"
+    first, second = (make_env(env_id, reward="playouts", max_walk=3) for _ in range(2))
+    states = [first.get_state(i) for i in range(3)]
+    assert min(second.compute_reward(state, "abab") for state in reversed(states)) > NO_MOVE
+    values = [first.credit.values(state) for state in states]
+    assert [second.credit.values(state) for state in states] == values and len(values[0]) == 8
+    assert first.compute_reward(states[1], "abab") == second.compute_reward(states[1], "abab")
+    assert len(second.credit.values(states[0])) == 8  # what is best does not depend on what was asked
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, env_id], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert [dict(map(tuple, items)) for items in json.loads(done.stdout)] == values
+
+
+@pytest.mark.parametrize("reward", ["search", "playouts"])
+def test_rewards_are_relative_in_their_state_and_the_same_in_copies(reward):
+    environment = make_env(KEY_AND_DOOR, reward=reward)
+    copies = [environment.clone(), pickle.loads(pickle.dumps(environment))]
+    for state in [environment.get_state(i) for i in range(5)]:
+        rewards = {action: environment.compute_reward(state, action) for action in environment.actions}
+        assert environment.compute_reward(state, None) == environment.compute_reward(state, 9) == NO_MOVE
+        assert (min(rewards.values()), max(rewards.values())) in ((0, 1), (0, 0))
+        best = tuple(action for action in rewards if rewards[action] == 1)
+        assert environment.optimal_actions(state) == best and (reward == "playouts" or best)
+        for each in copies:
+            assert {action: each.compute_reward(state, action) for action in each.actions} == rewards
+
+
+def test_walks_that_ran_past_the_end_are_cut_anywhere(monkeypatch):
+    monkeypatch.setitem(TABLES, "four", {place: {0: [(1.0, place + 1, 0.0, place == 3)]} for place in range(4)})
+    environment = make_env("Played-v0", name="four")
+    counts = Counter(len(environment.get_state(i, reset_seed=0).actions) for i in range(1000))
+    assert set(counts) == {*range(4)} and sum((count - 250) ** 2 / 250 for count in counts.values()) < 16.3  # p = 0.001
+
+
+def test_a_run_takes_its_rewards_from_search(tiny_model, tmp_path):
+    settings = f"""env.id={KEY_AND_DOOR} env.kwargs.reward=search data.max_prompt_length=300 data.max_response_length=8
+        trainer.total_training_steps=1 algorithm.adv_estimator=grpo actor_rollout_ref.rollout.name=hf""".split()
+    done = run_main(*short_run(tiny_model, tmp_path / "run"), *settings, name="ppo_trainer")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert learning_metrics(tmp_path / "run")[1]["critic/score/min"] == NO_MOVE  # random weights
