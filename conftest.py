@@ -40,6 +40,7 @@ NEEDS |= {  # of an extra's tests, the extras that they import
     str(file): tuple(re.findall(r"^from extras\.(\w+)", file.read_text(), re.MULTILINE))
     for file in ROOT.glob("extras/*/tests/test_*.py")
 }
+NEEDS[str(ROOT / "extras/imitate/tests/test_rows.py")] = ("gym", "lookahead", "sft")
 NEEDS[str(ROOT / "extras/verl/tests/test_against_verl.py")] = ("algorithms", "pf_ppo", "rollout_correction")
 collect_ignore = [file for file, names in NEEDS.items() if not all((ROOT / "extras" / name).is_dir() for name in names)]
 

@@ -222,7 +222,9 @@ def demonstrations(course: Course, seen: Look, number: int) -> Path:
     course.run(
         f"demonstrations {number}",
         ["-m", "extras.imitate", *options, *settings],
-        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), player, count, rows, number),
+        lambda: write_demonstrations(
+            compose("ppo_trainer", settings, takes_objects=True), player, count, rows, number=number
+        ),
     )
     return rows
 

@@ -189,9 +189,11 @@ def test_states_of_a_lake_are_all_its_cells_on_the_way_and_equally_often():
     assert max(abs(count - 200) for count in counts.values()) < 70  # 5 standard deviations of Binomial(2200, 1/11)
 
 
-def test_random_walks_are_of_any_length_up_to_the_setting_and_the_last_state_of_an_episode():
-    lengths = Counter(len(make_env("Lock-v0", digits=1000).get_state(i).actions) for i in range(200))
-    assert set(lengths) == set(range(8)) and lengths[7] > 100  # truncated at the 8th; 14 in 21 walks are 7 or longer
+def test_random_walks_are_of_any_length_up_to_the_setting_and_cut_anywhere_where_an_episode_ended():
+    lock = make_env("Lock-v0", digits=1000)  # truncated at the 8th; 13 in 21 walks are longer
+    lengths = Counter(len(lock.get_state(i).actions) for i in range(800))
+    assert set(lengths) == set(range(8))
+    assert sum((count - 100) ** 2 / 100 for count in lengths.values()) < 24.3  # of chi-square's 7 degrees, p = 0.001
     environment = build_environment(compose("env.id=MountainCar-v0", "~env.kwargs", "env.max_walk=3"))
     assert {len(environment.get_state(i).actions) for i in range(60)} == {0, 1, 2, 3}
 

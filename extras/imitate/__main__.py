@@ -1,41 +1,51 @@
-"""Writes rows for extras.sft to imitate: states of an environment as the policy is shown them, and answers of a player.
+"""Writes rows for extras.sft to imitate: an environment as the policy is shown it, and the answers of a player.
 
     python -m extras.imitate --player best --rows 4000 --output rows.jsonl env.id=my_game:MyGame-v0 [key=value …]
 
 Players: random, any legal action; best, what env.kwargs.reward=search, playouts or progress calls best;
-file.py:player, a function player(environment, state) -> action.
+file.py:player, a function player(environment, state) -> action. A row is a state and an answer, or, as episodes with
+env.history=transcript are shown, a whole episode.
 """
 
 from configs.errors import refusals  # isort: skip
 
 import argparse
-from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from configs.checks import check_output_folder
+from configs.errors import ConfigError
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import with_settings
 from data.files import dump_jsonl
 from data.seeding import derive_seed, seed_everything
-from extras.imitate.rows import demonstrations, load_player
+from extras.imitate.rows import Demonstrations
 from training.environment import build_environment, data_settings, env_dataset
 
 
-def write_demonstrations(config: Config, player: str, rows: int, output: Path, number: int = 1) -> None:
-    """Writes `rows` rows of a player in the environment of `config`, as JSON lines with prompt and response; others in
-    each round `number`."""
+def write_demonstrations(
+    config: Config, player: str, rows: int, output: Path, history: str = "turns", number: int = 1
+) -> None:
+    """Writes `rows` rows of a player in the environment of `config`, as JSON lines with prompt and response, or, of
+    the history `transcript`, with messages; each round `number` has others."""
     seed = derive_seed(config.trainer.seed, f"round {number}")
-    environment = build_environment(with_settings(config, {"env.mode": "step"}))
-    environment = replace(environment, seed=derive_seed(seed, "demonstrated_states"))
+    if config.env.id is None:
+        raise ConfigError("env.id is not set: name the environment that the player plays, as in env.id=FrozenLake-v1.")
+    others = {"env.mode": "step", "trainer.seed": derive_seed(seed, "demonstrated_states") % 2**31}
+    environment = build_environment(with_settings(config, others))
     dataset = env_dataset(data_settings(config), environment, None, size=1)
-    dump_jsonl(output, demonstrations(environment, dataset.messages, load_player(player, seed), rows, seed))
+    demonstrations = Demonstrations(environment, dataset, player, seed)
+    dump_jsonl(output, islice(demonstrations.turns() if history == "turns" else demonstrations.transcripts(), rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--player", default="random", help="random, best, or file.py:player (random)")
     parser.add_argument("--rows", type=int, default=1500, metavar="N", help="how many (1500)")
+    parser.add_argument(
+        "--history", choices=("turns", "transcript"), default="turns", help="a turn a row, or an episode"
+    )
     parser.add_argument("--round", type=int, default=1, metavar="N", help="each round has other states (1)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .jsonl file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of main.py, env.id first of all")
@@ -44,7 +54,8 @@ def main() -> None:
         config = compose("ppo_trainer", arguments.overrides, takes_objects=True)
         check_output_folder(str(arguments.output.parent), "--output")
         seed_everything(config.trainer.seed)
-        write_demonstrations(config, arguments.player, arguments.rows, arguments.output, arguments.round)
+        given = arguments.player, arguments.rows, arguments.output, arguments.history, arguments.round
+        write_demonstrations(config, *given)
     print(f"{arguments.output} has {arguments.rows} rows: python -m extras.sft data.train_files={arguments.output} …")
 
 

@@ -119,7 +119,7 @@ class Earnings:
     @classmethod
     def of(cls, environment: Any, player: str, seeds: Sequence[int]) -> "Earnings":
         """Plays an episode from each reset."""
-        episode, choose, returns, moves = environment.clone(), load_player(player, 0), [], 0
+        episode, choose, returns, moves = environment.clone(), load_player(player, environment, 0), [], 0
         started = time.perf_counter()
         for seed in seeds:
             episode.reset(seed)

@@ -1,13 +1,15 @@
-"""Demonstrations of an environment: states as the policy is shown them, and what a player answers."""
+"""Demonstrations of an environment: what the policy is shown and a player answers, state by state or by episode."""
 
 import math
 import string
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
+from configs.errors import ConfigError
 from configs.import_utils import load_named
 from data.seeding import numpy_generator
 from data.types import Row
@@ -15,15 +17,23 @@ from data.types import Row
 Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
 OF_A_RESET = 4  # rows: few of many are more unlike than many of few
-CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
+CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 
 
-def load_player(name: str, seed: int) -> Player:
+def load_player(name: str, environment: Any, seed: int) -> Player:
     """Returns the player `random`, any legal action; `best`, an action of those that the environment's reward calls
     best, else a random one; or a function of the user's, file.py:name."""
     if name not in PLAYERS:
-        return load_named(name, "--player")
+        if not callable(player := load_named(name, "--player")):
+            raise ConfigError(
+                f"--player {name} is {player!r}; it must be a function player(environment, state) -> action."
+            )
+        return player
+    if name == "best" and environment.reward == "env" and environment.world_of(0).table is None:
+        raise ConfigError(
+            f"--player best: {environment.env_id} has no table of its moves: set env.kwargs.reward=search or playouts."
+        )
     rng = numpy_generator(seed, "player")
 
     def random(environment: Any, state: Any) -> Any:
@@ -38,55 +48,84 @@ def load_player(name: str, seed: int) -> Player:
     return random if name == "random" else best
 
 
-def demonstrations(
-    environment: Any, show: Callable[[Any], list[dict[str, str]]], player: Player, count: int, seed: int
-) -> Iterator[Row]:
-    """Yields `count` rows, each a state as `show` shows it, and the player's answer in its canonical form.
+class Demonstrations:
+    """A player's answers in an environment, whose states a dataset of it shows; `name` is the player's.
 
-    Each reset gives a few: every other a training state, else a start, and the states that play leads to from there.
+    Raises ValueError, in all methods, where the player raises or returns no legal action; names the state.
     """
-    rng = numpy_generator(seed, "demonstrations")
-    made, index = 0, 0
-    while made < count:
-        reset_seed = environment.train_seed(index)
-        from_training_state = environment.repeatable and index % 2
-        start = environment.get_state(index, reset_seed) if from_training_state else environment.start_state(reset_seed)
-        for state, action in islice(played(environment, player, start, rng), min(OF_A_RESET, count - made)):
-            yield {"prompt": show(state), "response": answer(environment, action)}
-            made += 1
-        index += 1
+
+    def __init__(self, environment: Any, dataset: Any, name: str, seed: int) -> None:
+        self.environment, self.dataset, self.name = environment, dataset, name
+        self.player = load_player(name, environment, seed)
+        self.explorer = load_player("random", environment, seed + 1)
+        self.rng, self.episode = numpy_generator(seed, "demonstrations"), environment.clone()
+
+    def turns(self) -> Iterator[Row]:
+        """Yields rows without end, each a state and the answer.
+
+        A reset gives a few: every other a training state, else its start, and where play leads to from there.
+        """
+        for index in count():
+            seed, from_start = self.environment.train_seed(index), index % 2 == 0 or not self.environment.repeatable
+            start = self.environment.start_state(seed) if from_start else self.environment.get_state(index, seed)
+            self.episode.reset(start.seed, start.actions)
+            for state, answer in islice(self.play(), OF_A_RESET):
+                yield {"prompt": self.dataset.messages(state), "response": answer}
+
+    def transcripts(self) -> Iterator[Row]:
+        """Yields rows without end, each an episode of the player as a conversation."""
+        for index in count():
+            self.episode.reset(self.environment.train_seed(index))
+            messages = []
+            for state, answer in self.play(explores=0.0):
+                messages += self.dataset.turn_messages(state) if messages else self.dataset.messages(state)
+                messages.append({"role": "assistant", "content": answer})
+            yield {"messages": messages}
+
+    def play(self, explores: float = EXPLORES) -> Iterator[tuple[Any, str]]:
+        """Plays the episode on, and yields its states and the player's answers; some moves are random instead."""
+        end_reason = None
+        while end_reason is None:
+            state = self.episode.state
+            answer = self.answer(state)
+            yield state, answer
+            if self.rng.random() < explores:
+                answer = self.write(self.explorer(self.environment, state), state)
+            *_, info = self.episode.act(self.environment.extract_action(answer))
+            end_reason = info["end_reason"]
+
+    def answer(self, state: Any) -> str:
+        """Asks the player, and writes the action as a policy is to answer."""
+        try:
+            return self.write(self.player(self.environment, state), state)
+        except Exception as error:  # whatever the user's player raises
+            place = f"after reset(seed={state.seed}) and actions {list(state.actions)}"
+            raise ValueError(f"--player {self.name}, {place}: {type(error).__name__}: {error}") from error
+
+    def write(self, action: Any, state: Any) -> str:
+        """Returns the canonical answer for an action, with short numbers; where it has none, the first character that
+        the user's function reads as it. Raises ValueError if the action is not legal."""
+        world = self.environment.world_of(state.seed)
+        plain, space = world.acts.plain(action), world.env.action_space
+        if not space.contains(world.acts.native(plain)):
+            raise ValueError(f"{action!r} is no action of {space}")
+        plain, reads = world.acts.plain(rounded(plain, space)), self.environment.extract_action
+        texts = (world.acts.answer(plain), *CHARACTERS) if self.environment.text_to_action else ()
+        return next((text for text in texts if reads(text) == plain), None) or self.environment.action_to_text(plain)
 
 
-def played(environment: Any, player: Player, start: Any, rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
-    """Yields the states of an episode with the player's moves, of which some are not played but random ones."""
-    episode, end_reason = environment.clone(), None
-    episode.reset(start.seed, start.actions)
-    explore = load_player("random", int(rng.integers(2**31)))
-    while end_reason is None:
-        state = episode.state
-        action = player(environment, state)
-        yield state, action
-        is_random = rng.random() < EXPLORES
-        end_reason = episode.act(explore(environment, state) if is_random else action)[-1]["end_reason"]
-
-
-def answer(environment: Any, action: Any) -> str:
-    """Writes an action as a demonstration: numbers of a range are rounded to a twentieth of it, to be short; for one
-    that has no name, the first character that a reader of the user's takes for it."""
-    world = environment.world_of(0)
-    plain = world.acts.plain(world.acts.native(rounded(action, world.env.action_space)))
-    texts = (world.acts.answer(plain), *CHARACTERS) if environment.text_to_action else ()
-    return next((text for text in texts if environment.extract_action(text) == plain), None) or (
-        environment.action_to_text(plain)
-    )
-
-
-def rounded(action: Any, space: Any) -> Any:
-    low, high = vars(space).get("low"), vars(space).get("high")
-    if not isinstance(action, tuple | float) or low is None or not np.issubdtype(space.dtype, np.floating):
+def rounded(action: Any, space: spaces.Space) -> Any:
+    """Returns a plain action with the numbers of a Box rounded to two digits of its range."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.values() if isinstance(space, spaces.Dict) else space
+        return tuple(rounded(value, part) for value, part in zip(action, parts, strict=True))
+    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         return action
-    spread = np.where(np.isfinite(high - low), high - low, 2.0).max()
-    digits = max(0, 1 - math.floor(math.log10(spread)))
-    if isinstance(action, float):
-        return round(action, digits)
-    return tuple(round(float(value), digits) for value in action)
+    bounds = zip(space.low.ravel().tolist(), space.high.ravel().tolist(), strict=True)
+    spreads = [high - low if 0 < high - low < math.inf else 2.0 for low, high in bounds]
+    short = [
+        round(value, 1 - math.floor(math.log10(spread)))
+        for value, spread in zip(np.ravel(action).tolist(), spreads, strict=True)
+    ]
+    within = np.clip(np.reshape(short, space.shape), space.low, space.high) + 0.0  # no minus before 0
+    return tuple(within.ravel().tolist())

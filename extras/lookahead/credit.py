@@ -6,16 +6,16 @@ A move is worth the discounted return that follows it: of the best play (`Search
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain, islice, product, tee
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-from extras.lookahead.positions import Position, Positions, Unrestorable, are_equal, reseeded
+from extras.lookahead.positions import CANNOT, Position, Positions, are_equal, reseeded
 
 NO_MOVE = -0.5  # beside 0 for the worst and 1 for the best
 MOST_MAPS, MOST_STATES = 64, 4096  # that are kept
@@ -64,7 +64,8 @@ def explore(environment: Any, seed: int) -> Map:
     world, most, reset = environment.world_of(seed), environment.search_budget, f"after reset(seed={seed})"
     world.play(seed, ())
     positions = Positions(world.env)
-    start, numbers = positions.keep(), {positions.identity(): 0}
+    _, states = start = positions.keep()
+    numbers = {positions.identity(): 0}
     frontier, ways, rows = deque([start]), [()], []
     while frontier:
         position, row = frontier.popleft(), []
@@ -79,11 +80,11 @@ def explore(environment: Any, seed: int) -> Map:
                     remedy = f"raise env.kwargs.search_budget={most}, or {PLAYOUTS_INSTEAD}"
                     raise no_credit(environment, f"there are more than {most} positions {reset}", remedy)
                 numbers[reached] = len(numbers)
-                frontier.append(positions.keep(start.states))
+                frontier.append(positions.keep(states))
                 ways.append(way)
             row.append((-1 if over else numbers[reached], reward))
         rows.append(row)
-        if (len(rows) == 1 or not frontier) and not are_equal(positions.states(), start.states):
+        if (len(rows) == 1 or not frontier) and not are_equal(positions.states(), states):
             raise no_credit(environment, f"moves draw random numbers {reset}", PLAYOUTS_INSTEAD)
     positions.put_back(start)
     table = np.array(rows)  # [S, A, 2]
@@ -131,15 +132,16 @@ class Credit:
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
-        self.states: dict[Any, Any] = {}
+        self.compute = lru_cache(MOST_STATES)(self.compute)
 
     def check(self) -> None:
         """Raises NoCredit for an environment whose positions cannot be put back."""
         for seed in range(TRIALS):
             try:
                 same = goes_on_as_before(self.environment.world_of(seed), seed)
-            except Unrestorable as error:
-                raise no_credit(self.environment, str(error), f"make it where it is used, {PAY_INSTEAD}") from error
+            except CANNOT as error:
+                reason, remedy = f"what it holds cannot be copied ({error})", "make that where it is used"
+                raise no_credit(self.environment, reason, f"{remedy}, {PAY_INSTEAD}") from error
             if not same:
                 reason = f"after reset(seed={seed}) what follows differs when a position is put back"
                 remedy = f"keep what changes in attributes of the environment, not in views of arrays, {PAY_INSTEAD}"
@@ -149,12 +151,12 @@ class Credit:
         """Lists the ways from a reset to states that are worth training on; None: walks lead to any."""
         return None
 
+    def compute(self, seed: int, actions: tuple[Any, ...]) -> dict[Any, float]:
+        raise NotImplementedError
+
     def values(self, state: Any) -> dict[Any, float]:
         """Returns what moves are worth in a state, by move; of those that are not numbered, some."""
-        return kept(self.states, (state.seed, state.actions), MOST_STATES, partial(self.compute, state))
-
-    def compute(self, state: Any) -> dict[Any, float]:
-        raise NotImplementedError
+        return self.compute(state.seed, state.actions)
 
     def value(self, state: Any, action: Any) -> float:
         return self.values(state)[action]
@@ -181,21 +183,12 @@ def extremes(values: dict[Any, float]) -> tuple[float, float, float]:
     return low, high, SPREAD * max(abs(low), abs(high), 1)
 
 
-def kept(cache: dict[Any, Any], key: Any, most: int, make: Callable[[], Any]) -> Any:
-    """Returns what `make` makes for a key, once; of more than `most`, the oldest is forgotten."""
-    if key not in cache:
-        if len(cache) >= most:
-            cache.pop(next(iter(cache)))
-        cache[key] = make()
-    return cache[key]
-
-
 class Search(Credit):
     """Knows the best play of an environment without chance, of numbered actions and few positions."""
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
-        self.maps: dict[int, Map] = {}
+        self.map_of = lru_cache(MOST_MAPS)(partial(explore, environment))
 
     def check(self) -> None:
         """Raises NoCredit for an environment of another kind, as far as its first training state shows."""
@@ -208,20 +201,17 @@ class Search(Credit):
         super().check()
         self.map_of(environment.train_seed(0))
 
-    def map_of(self, seed: int) -> Map:
-        return kept(self.maps, seed, MOST_MAPS, partial(explore, self.environment, seed))
-
     def ways(self, seed: int) -> list[tuple[Any, ...]]:
         reached = self.map_of(seed)
         return [reached.ways[position] for position in reached.useful]
 
-    def compute(self, state: Any) -> dict[Any, float]:
-        reached, actions, position = self.map_of(state.seed), self.environment.actions, 0
-        for action in state.actions:
-            position = reached.following[position, actions.index(action)]
+    def compute(self, seed: int, actions: tuple[Any, ...]) -> dict[Any, float]:
+        reached, numbered, position = self.map_of(seed), self.environment.actions, 0
+        for action in actions:
+            position = reached.following[position, numbered.index(action)]
             if position < 0:
-                raise ValueError(f"after reset(seed={state.seed}) the actions {list(state.actions)} end the episode")
-        return dict(zip(actions, reached.values[position].tolist(), strict=True))
+                raise ValueError(f"after reset(seed={seed}) the actions {list(actions)} end the episode")
+        return dict(zip(numbered, reached.values[position].tolist(), strict=True))
 
 
 class Playouts(Credit):
@@ -231,55 +221,55 @@ class Playouts(Credit):
     the move.
     """
 
-    def compute(self, state: Any) -> dict[Any, float]:
-        candidates = self.candidates(state)
-        return dict(zip(candidates, self.estimates(state, candidates), strict=True))
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self.estimate = lru_cache(MOST_STATES)(self.estimate)
+
+    def compute(self, seed: int, actions: tuple[Any, ...]) -> dict[Any, float]:
+        moves = self.candidates(seed, actions)
+        return dict(zip(moves, self.estimate(seed, actions, moves), strict=True))
 
     def value(self, state: Any, action: Any) -> float:
-        values = self.values(state)
-        if action in values:
-            return values[action]
-        key = state.seed, state.actions, action  # apart from the candidates, or what is best would depend on who asks
-        return kept(self.states, key, MOST_STATES, lambda: self.estimates(state, [action])[0])
+        values = self.values(state)  # of another move it is kept apart: what is best must not depend on who asks
+        return values[action] if action in values else self.estimate(state.seed, state.actions, (action,))[0]
 
-    def candidates(self, state: Any) -> list[Any]:
+    def candidates(self, seed: int, actions: tuple[Any, ...]) -> tuple[Any, ...]:
         """Lists the moves that are compared in a state: all, or some that are drawn for it."""
         environment = self.environment
+        space = environment.world_of(seed).env.action_space
         if environment.actions:
-            return [*environment.actions]
-        space = environment.world_of(state.seed).env.action_space
+            return tuple(environment.actions)
         if isinstance(space, gym.spaces.Text) and len(space.character_set) ** space.max_length <= MOST_TEXTS:
             lengths = range(space.min_length, space.max_length + 1)
-            letters = sorted(space.character_set)
-            return ["".join(text) for length in lengths for text in product(letters, repeat=length)]
-        return list(dict.fromkeys(islice(self.random_moves(state, (state.seed, len(state.actions))), DRAWN)))
+            return tuple("".join(text) for n in lengths for text in product(sorted(space.character_set), repeat=n))
+        return tuple(dict.fromkeys(islice(self.random_moves(seed, len(actions)), DRAWN)))
 
-    def random_moves(self, state: Any, seed: Sequence[int]) -> Iterator[Any]:
-        """Yields random moves without end, that follow from `seed`."""
-        rng, actions = np.random.default_rng(seed), self.environment.actions
+    def random_moves(self, seed: int, number: int) -> Iterator[Any]:
+        """Yields random moves without end, that follow from both numbers."""
+        rng, actions = np.random.default_rng((seed, number)), self.environment.actions
         while actions:
             yield actions[rng.integers(len(actions))]
-        world = self.environment.world_of(state.seed)
+        world = self.environment.world_of(seed)
         space = copy.deepcopy(world.env.action_space)  # the environment may draw from its own
         space.seed(int(rng.integers(2**31)))
         while True:
             yield world.acts.plain(space.sample())
 
-    def estimates(self, state: Any, actions: Sequence[Any]) -> list[float]:
-        """Returns the mean discounted return of each action and random moves after it, over the playouts."""
-        environment, world = self.environment, self.environment.world_of(state.seed)
-        left = max(environment.max_turns - len(state.actions), 1)
-        horizon, totals = min(environment.horizon or left, left), [0.0] * len(actions)
-        world.restore(state.seed, state.actions)
+    def estimate(self, seed: int, actions: tuple[Any, ...], moves: tuple[Any, ...]) -> list[float]:
+        """Returns the mean discounted return of each move and random ones after it, over the playouts."""
+        environment, world = self.environment, self.environment.world_of(seed)
+        left = max(environment.max_turns - len(actions), 1)
+        horizon, totals = min(environment.horizon or left, left), [0.0] * len(moves)
+        world.restore(seed, actions)
         positions = Positions(world.env)
-        position = positions.keep()
+        _, states = position = positions.keep()
         for playout in range(environment.playouts):
-            chances = reseeded(position.states, (state.seed, len(state.actions), playout))
-            moves = tee(self.random_moves(state, (state.seed, playout)), len(actions))
-            for number, action in enumerate(actions):
+            chances = reseeded(states, (seed, len(actions), playout))
+            following = tee(self.random_moves(seed, playout), len(moves))
+            for number, move in enumerate(moves):
                 positions.put_back(position, chances)
-                world.actions = [*state.actions]
-                totals[number] += self.play_out(world, islice(chain([action], moves[number]), horizon))
+                world.actions = [*actions]
+                totals[number] += self.play_out(world, islice(chain([move], following[number]), horizon))
         positions.put_back(position)  # also what the run itself draws from
         return [total / environment.playouts for total in totals]
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from copyreg import __newobj__
 from functools import lru_cache
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -29,17 +29,7 @@ HELD = (FunctionType, type, ModuleType, logging.Logger, gym.Space, EnvSpec, *GEN
 GLOBAL = (random.random.__self__, np.random.rand.__self__)  # what the functions of these modules draw from
 CANNOT = (pickle.PickleError, TypeError, AttributeError, ValueError, NotImplementedError, RecursionError)
 States = list[tuple[Any, Any]]  # (generator, its state)
-
-
-class Unrestorable(ValueError):
-    """An environment holds what cannot be copied, such as an open file or a window."""
-
-
-class Position(NamedTuple):
-    """What an environment held, with a number in the place of each part that is held as it is."""
-
-    data: bytes
-    states: States
+Position = tuple[bytes, States]  # what an environment held, with a number in the place of what is held as it is
 
 
 class Positions:
@@ -75,29 +65,17 @@ class Positions:
     def keep(self, states: States | None = None) -> Position:
         """Returns the position in which the environment is; `states` are those of its generators, where known.
 
-        Raises Unrestorable if it cannot be copied; names the attribute.
+        Raises one of CANNOT if it holds what cannot be copied, such as an open file or a window.
         """
-        try:
-            data = Keeper(self).bytes_of([vars(layer) for layer in self.layers])
-        except CANNOT as error:
-            for name, value in [item for layer in self.layers for item in vars(layer).items()]:
-                try:
-                    Keeper(self).bytes_of(value)
-                except CANNOT as cause:
-                    kind = type(value).__name__
-                    raise Unrestorable(f"its attribute {name}, {kind}, cannot be copied ({cause})") from error
-            raise Unrestorable(f"it cannot be copied ({error})") from error
-        return Position(data, self.states() if states is None else states)
+        data = Keeper(self).bytes_of([vars(layer) for layer in self.layers])
+        return data, self.states() if states is None else states
 
     def put_back(self, position: Position, states: States | None = None) -> None:
         """Sets the environment to a position, and generators to its states or to others; () leaves them alone."""
-        for generator, state in position.states if states is None else states:
+        data, kept = position
+        for generator, state in kept if states is None else states:
             set_state(generator, state)
-        try:
-            contents = Restorer(self, position.data).load()
-        except CANNOT as error:
-            raise Unrestorable(f"a copy of it cannot be read ({error})") from error
-        for layer, content in zip(self.layers, contents, strict=True):
+        for layer, content in zip(self.layers, Restorer(self, data).load(), strict=True):
             attributes = vars(layer)
             attributes.clear()
             attributes.update(content)
