@@ -166,6 +166,35 @@ def test_the_tutorial_of_environments_reaches_the_treasure(copy: Path):
     assert [value for name, value in last.items() if name.endswith("/acc/mean@1")] == [1.0]
 
 
+def test_the_memory_and_the_levels_of_the_page_on_environments(copy: Path):
+    for path, content in WRITTEN_FILE.findall((ROOT / "docs/environments.md").read_text()):
+        (copy / path).write_text(content)
+    (copy / "look.py").write_text("""
+import torch
+from custom.env_wrapper import make_env
+from custom.tiny_model import build_tokenizer
+from custom.treasure_levels import Remembering, Rising
+from data.protocol import DataProto
+
+environment = make_env("custom.treasure:Treasure-v0")
+state = next(state for state in map(environment.get_state, range(99)) if len(state.actions) == 3)
+texts = Remembering(environment).state_to_text(state).split("\\n")
+assert len(texts) == 3 and texts[-1] == state.text
+assert all(abs(before.index("P") - after.index("P")) <= 1 for before, after in zip(texts, texts[1:]))
+rows = Rising(environment, build_tokenizer(), size=200)
+
+def furthest():
+    shown = [rows[position]["extra_info"]["state"].text for position in range(len(rows))]
+    return max(abs(text.index("P") - text.index("T")) for text in shown)
+
+assert furthest() == 2
+for score in (0.5, 1.0):
+    rows.on_batch_end(DataProto.from_single_dict({"token_level_scores": torch.full((4, 1), score)}))
+assert rows.level == furthest() == 3
+""")
+    python("look.py", cwd=copy, check=True)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_compiles(page: Path):
     for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), RANGE):
