@@ -68,6 +68,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "custom/tiny_model.py": "a command",
         "data/rows.py": "says what became of the rows of files",
         "extras/completion/__main__.py": "lines for bash",
+        "extras/imitate/look.py": "a command",
         "workers/launch.py": "the batch arithmetic, at the start of a run",
         "extras/dry_run/dry_run.py": "says that nothing has changed",
         "extras/imitate/__main__.py": "says where the rows are",
