@@ -20,7 +20,7 @@ from configs.schema import Config
 from configs.settings import with_settings
 from data.files import dump_jsonl
 from data.seeding import derive_seed, seed_everything
-from extras.imitate.rows import Demonstrations
+from extras.imitate.demonstrations import Demonstrations
 from training.environment import build_environment, data_settings, env_dataset
 
 

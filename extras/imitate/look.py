@@ -17,7 +17,7 @@ import numpy as np
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import with_settings
-from extras.imitate.rows import load_player
+from extras.imitate.demonstrations import load_player
 from training.environment import build_environment, episode_seeds
 
 TRIED = 20  # episodes of a player that is considered

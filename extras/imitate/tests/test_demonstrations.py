@@ -12,7 +12,7 @@ from gymnasium import spaces
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import make_env
 from extras.imitate.__main__ import main
-from extras.imitate.rows import Demonstrations, rounded
+from extras.imitate.demonstrations import Demonstrations, rounded
 from extras.sft.__main__ import main as sft
 from extras.sft.dataset import ConversationFormat
 from extras.sft.settings import SFTDataConfig
