@@ -11,7 +11,7 @@ import logging
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copyreg import __newobj__
 from functools import lru_cache
@@ -75,7 +75,9 @@ class Positions:
         data, kept = position
         for generator, state in kept if states is None else states:
             set_state(generator, state)
-        for layer, content in zip(self.layers, Restorer(self, data).load(), strict=True):
+        restorer = Restorer(io.BytesIO(data))
+        restorer.parts = self.parts
+        for layer, content in zip(self.layers, restorer.load(), strict=True):
             attributes = vars(layer)
             attributes.clear()
             attributes.update(content)
@@ -115,23 +117,19 @@ class Keeper(pickle.Pickler):
     def reducer_override(self, part: Any) -> Any:
         if isinstance(part, gym.Env | EzPickle):  # which would be pickled as what it was made of
             how = __newobj__, (type(part),), vars(part)
-            return how if self.compares else (*how, None, None, fill)
+            return (
+                how if self.compares else (*how, None, None, lambda empty, attributes: vars(empty).update(attributes))
+            )
         return NotImplemented
 
 
 class Restorer(pickle.Unpickler):
     """Unpickles what a `Keeper` has kept."""
 
-    def __init__(self, positions: Positions, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.parts = positions.parts
+    parts: Sequence[Any] = ()
 
     def persistent_load(self, number: int) -> Any:
         return self.parts[number]
-
-
-def fill(part: Any, attributes: dict[str, Any]) -> None:
-    vars(part).update(attributes)
 
 
 @lru_cache(maxsize=4096)

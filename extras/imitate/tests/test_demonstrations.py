@@ -86,8 +86,7 @@ def test_numbers_have_two_digits_of_their_range():
 def test_the_best_player_plays_as_the_search_says():
     environment = make_env(KEY_AND_DOOR.removeprefix("env.id="), reward="search", max_turns=60)
     made = demonstrations(environment, "best")
-    for _ in range(10):
-        state = environment.get_state(_)
+    for state in map(environment.get_state, range(10)):
         assert environment.compute_reward(state, environment.extract_action(made.answer(state))) == 1
     for row in islice(made.transcripts(), 5):
         assert len(row["messages"]) <= 2 * 17  # the way to the key, and on to the door

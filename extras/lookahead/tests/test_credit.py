@@ -77,28 +77,15 @@ gym.register("Played-v0", Played)
 gym.register("Line-v0", Line)
 
 
-def taken(env_id, **kwargs):
-    table = gym.make(env_id, **kwargs).unwrapped.P
-    return {state: {action: [tuple(o) for o in table[state][action]] for action in table[state]} for state in table}
+SURE = {"is_slippery": False}
+LAKES = [{**SURE, "desc": generate_random_map(size, seed=seed)} for size in (4, 8) for seed in range(3)]
+GAMES = [("FrozenLake-v1", SURE), ("FrozenLake8x8-v1", SURE), ("CliffWalking-v1", {}), ("Taxi-v4", {})]
 
 
-MAPS = [generate_random_map(size, seed=seed) for size in (4, 8) for seed in range(3)]
-GAMES = {
-    "lake": lambda: taken("FrozenLake-v1", is_slippery=False),
-    "large lake": lambda: taken("FrozenLake8x8-v1", is_slippery=False),
-    **{
-        f"map {i}": lambda rows=rows: taken("FrozenLake-v1", desc=rows, is_slippery=False)
-        for i, rows in enumerate(MAPS)
-    },
-    "cliff": lambda: taken("CliffWalking-v1"),
-    "taxi": lambda: taken("Taxi-v4"),
-}
-
-
-@pytest.mark.parametrize("name", GAMES)
-def test_search_finds_the_best_actions_of_value_iteration_in_every_state(name, monkeypatch):
-    monkeypatch.setitem(TABLES, name, table := GAMES[name]())
-    environment = make_env("Played-v0", name=name, reward="search", repeatable=False)
+@pytest.mark.parametrize(("env_id", "settings"), [*GAMES, *(("FrozenLake-v1", lake) for lake in LAKES)])
+def test_search_finds_the_best_actions_of_value_iteration_in_every_state(env_id, settings, monkeypatch):
+    monkeypatch.setitem(TABLES, "game", table := gym.make(env_id, **settings).unwrapped.P)
+    environment = make_env("Played-v0", name="game", reward="search", repeatable=False)
     best, seen = best_actions(table, environment.discount), set()
     for start in table:
         if start in seen or all(outcome[3] for row in table[start].values() for outcome in row):
@@ -109,11 +96,9 @@ def test_search_finds_the_best_actions_of_value_iteration_in_every_state(name, m
             for action in way:
                 [(_, place, _, _)] = table[place][action]
             seen.add(place)
-            values = reached.values[position]
-            wanted = set(np.flatnonzero(best[place]).tolist())
-            assert set(np.flatnonzero(values >= values.max() - 1e-9 * 20).tolist()) == wanted
-            choice = environment.credit.best(EnvState(start, way, ""))
-            assert set(choice) == (wanted if len(wanted) < len(values) else set())
+            values, wanted = reached.values[position], tuple(np.flatnonzero(best[place]).tolist())
+            assert tuple(np.flatnonzero(values >= values.max() - 1e-9 * 20).tolist()) == wanted
+            assert environment.credit.best(EnvState(start, way, "")) == (wanted if len(wanted) < len(values) else ())
 
 
 CHANCE = {  # name: (draws, makes what the environment holds)
@@ -121,6 +106,7 @@ CHANCE = {  # name: (draws, makes what the environment holds)
     "held": (lambda env: env.held["deep"][0].random(), np.random.default_rng),
     "a held one's copy": (lambda env: moved_on(env.held["deep"]), np.random.default_rng),
     "a method": (lambda env: env.held["deep"][0](), lambda: np.random.default_rng().random),
+    "a default's": (lambda env, rng=np.random.default_rng(2): rng.random(), int),  # noqa: B008
     "of the system": (lambda env: 0.0, random.SystemRandom),
     "of the class": (lambda env: env.rng.random(), int),
     "of the module": (lambda env: MODULE_RNG.random(), int),
@@ -145,15 +131,16 @@ def moved_on(held):
 def test_chance_in_a_single_cell_is_never_taken_for_none(source):
     draw, holds = CHANCE[source]
     environment = make_env("Line-v0", draw=draw, holds=holds, reward="search", repeatable=False)
-    with pytest.raises(
-        NoCredit, match=r"(draw random numbers|one outcome, then another).*: set env.kwargs.reward=play"
-    ):
+    with pytest.raises(NoCredit, match=r"(draw random numbers|then another).*: set env.kwargs.reward=playouts"):
         explore(environment, 0)
 
 
-def test_generators_that_no_move_draws_from_are_no_chance():
-    environment = make_env("Line-v0", holds=lambda: [np.random.default_rng(), random.Random()], reward="search")
-    assert environment.credit.best(EnvState(0, (1,), "")) == (1,) and len(environment.credit.map_of(0).ways) == 6
+@pytest.mark.parametrize("source", [*CHANCE][:12])
+def test_chance_of_a_known_generator_is_seen_even_where_its_outcome_is_the_same(source):
+    draw, holds = CHANCE[source]
+    rare = make_env("Line-v0", draw=lambda env: draw(env) > 2, holds=holds, reward="search", repeatable=False)
+    with pytest.raises(NoCredit, match=r"moves draw random numbers after reset|then another"):
+        explore(rare, 0)
 
 
 class Views(Line):
@@ -175,11 +162,7 @@ class Picky:
 gym.register("Views-v0", Views)
 INSTEAD = "env.kwargs.reward=playouts"
 REFUSED = {
-    "budget": (
-        KEY_AND_DOOR,
-        {"search_budget": 3},
-        f"more than 3 positions.* raise env.kwargs.search_budget=3.*{INSTEAD}",
-    ),
+    "budget": (KEY_AND_DOOR, {"search_budget": 3}, f"3 positions.* raise env.kwargs.search_budget=3.*{INSTEAD}"),
     "text": ("Line-v0", {"action_space": gym.spaces.Text(3)}, f"its actions are not numbered: set {INSTEAD}"),
     "chance": ("FrozenLake-v1", {"is_slippery": True}, f"one outcome, then another.*: set {INSTEAD}"),
     "discount": (KEY_AND_DOOR, {"discount": 1.0}, "env.kwargs.discount=1.0 .*: set one below 1"),
@@ -206,15 +189,14 @@ def test_a_run_is_refused_before_it_begins():
 
 def chain(states, seed, same=False):
     """A table of three outcomes a move; with `same`, both actions do the same."""
-    rng, table = np.random.default_rng(seed), {}
-    for state in range(states):
-        rows = [list(zip(rng.dirichlet([1] * 3), rng.permutation(states)[:3].tolist(), strict=True)) for _ in range(2)]
-        rewards = rng.normal(size=(2, 3))
-        rows = [
-            [(p, to, r, to == 0) for (p, to), r in zip(*pair, strict=True)] for pair in zip(rows, rewards, strict=True)
-        ]
-        table[state] = {0: rows[0], 1: rows[0 if same else 1]}
-    return table
+    rng = np.random.default_rng(seed)
+
+    def outcomes():
+        chances, places = rng.dirichlet([1] * 3), rng.permutation(states)[:3].tolist()
+        return [(p, to, rng.normal(), to == 0) for p, to in zip(chances, places, strict=True)]
+
+    rows = [(outcomes(), outcomes()) for _ in range(states)]
+    return {state: {0: first, 1: first if same else second} for state, (first, second) in enumerate(rows)}
 
 
 def moments(table, horizon, discount):
@@ -247,9 +229,7 @@ def test_moves_of_equal_consequences_have_equal_values(monkeypatch):
     before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[2]
     for seed in range(8):
         first, second = environment.credit.values(state := EnvState(seed, (), "")).values()
-        assert (
-            first == second != 0 and environment.credit.best(state) == () and environment.compute_reward(state, 0) == 0
-        )
+        assert first == second != 0 == environment.compute_reward(state, 0) and not environment.credit.best(state)
     assert before == (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[2])
 
 
@@ -286,10 +266,8 @@ def test_values_are_the_same_whoever_asks_and_in_which_order(write):
     assert [second.credit.values(state) for state in states] == values and len(values[0]) == 8
     assert first.compute_reward(states[1], "abab") == second.compute_reward(states[1], "abab")
     assert len(second.credit.values(states[0])) == 8  # what is best does not depend on what was asked
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, env_id], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert [dict(map(tuple, items)) for items in json.loads(done.stdout)] == values
+    done = subprocess.check_output([sys.executable, "-c", ELSEWHERE, env_id], cwd=ROOT)
+    assert [dict(map(tuple, items)) for items in json.loads(done)] == values
 
 
 @pytest.mark.parametrize("reward", ["search", "playouts"])
