@@ -1,4 +1,4 @@
-"""From an environment to a model that has learnt it: python -m scripts.learn my_game.py:Game-v0 [key=value …]
+"""Makes a model that has learnt an environment: python -m scripts.learn my_game.py:Game-v0 [key=value …]
 
 1. Look: what a random player earns, and whether single moves can be judged: by a search, or by playouts.
 2. A tiny language model with random weights, unless actor_rollout_ref.model.path names one.
@@ -18,6 +18,7 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import argparse
+import itertools
 import json
 import re
 import shlex
@@ -158,16 +159,9 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
         command = ["-m", "extras.imitate.look", *course.settings]
         seen = Look(**course.run("look", command, partial(look, config, EPISODES)))
     course.model = start_model(config, course)
-    rows = demonstrations(course, seen, 1)
-    sizes = measure(rows, course.model)
-    course.settings += [f"env.val_episodes={EPISODES}", *sizes]
+    course.settings += [f"env.val_episodes={EPISODES}", *measure(demonstrations(course, seen, 1), course.model)]
     before = course.value = evaluate(course, "untrained", course.model)
-    number = 1
-    while consider(course, f"imitation {number}", imitate(course, rows, number)) and seen.settings:
-        if seen.is_mastered_by(course.value) or course.is_short_of(f"demonstrations {number}", f"imitation {number}"):
-            break
-        number += 1
-        rows = demonstrations(course, seen, number)
+    imitate_in_rounds(course, seen)
     stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
     for name, settings in stages.items():
         if name == "states" and not seen.repeatable:
@@ -199,6 +193,18 @@ def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
     }
     (course.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def imitate_in_rounds(course: Course, seen: Look) -> None:
+    """Imitates more and more rows, until the game is mastered, two rounds in a row gain nothing, or time is short."""
+    model, files, idle = course.model, [], 0
+    for number in itertools.count(1):
+        files.append(demonstrations(course, seen, number))
+        model = imitate(course, model, files, number)
+        idle = 0 if consider(course, f"imitation {number}", model) else idle + 1
+        is_last = course.is_short_of(f"demonstrations {number}", f"imitation {number}") or not seen.settings
+        if idle == 2 or is_last or seen.is_mastered_by(course.value):
+            return
 
 
 def start_model(config: Config, course: Course) -> str:
@@ -241,12 +247,19 @@ def measure(rows: Path, model: str) -> list[str]:
     return [f"data.max_prompt_length={2 * prompt}", f"data.max_response_length={room}"]
 
 
-def imitate(course: Course, rows: Path, number: int) -> str:
+def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> str:
+    """Trains a model on the newest rows, at most ROWS, as often as makes about so many."""
+    count = len(files[-1].read_text().splitlines())
+    newest = files[-max(1, ROWS // count) :]
     folder = course.folder / f"imitation_{number}"
     settings = [
-        f"data.train_files={rows}", f"model.path={course.model}", *SFT, f"trainer.default_local_dir={folder}",
+        f"data.train_files=[{','.join(map(str, newest))}]",
+        f"model.path={model}",
+        f"trainer.total_epochs={max(1, ROWS // (count * len(newest)))}",
+        *SFT,
+        f"trainer.default_local_dir={folder}",
         *(each for each in course.settings if each.startswith("trainer.seed=")),
-    ]  # fmt: skip
+    ]
     return course.run(
         f"imitation {number}",
         ["-m", "extras.sft", *settings],

@@ -102,4 +102,4 @@ def test_mastery_and_shares_by_hand():
     assert unsure.is_mastered_by(0.5) and not unsure.is_mastered_by(0.49)
     assert not Look(**{**asdict(seen), "teacher": -1.0}).is_mastered_by(5.0)
     one, other = Earnings(1.0, 0.3, 0.0), Earnings(0.0, 0.4, 0.0)
-    assert one.exceed(other, 1.9) and not one.exceed(other, 2.1)
+    assert one.is_above(other, 1.9) and not one.is_above(other, 2.1)

@@ -174,7 +174,7 @@ class TextEnv:
 
     @cached_property
     def credit(self) -> Any | None:
-        """What moves are worth where a reward asks for it (extras/lookahead); None: the environment itself pays."""
+        """Judges moves where a reward asks for it (extras/lookahead); None: the environment itself pays."""
         return find("environment", self.reward, "env.kwargs.reward")(self) if self.reward in CREDITS else None
 
     def world_of(self, seed: int) -> World:
@@ -226,7 +226,7 @@ class TextEnv:
         """Draws the actions that lead to a training state."""
         ways = None
         if self.credit is not None:
-            ways = self.credit.ways(seed)
+            ways = self.credit.ways(seed) or None  # of a reset without better moves any state will do
         elif world.table is not None:
             world.play(seed, ())
             ways = world.ways()

@@ -109,16 +109,16 @@ class Demonstrations:
         plain, space = world.acts.plain(action), world.env.action_space
         if not space.contains(world.acts.native(plain)):
             raise ValueError(f"{action!r} is no action of {space}")
-        plain, reads = world.acts.plain(rounded(plain, space)), self.environment.extract_action
+        plain, reads = world.acts.plain(round_action(plain, space)), self.environment.extract_action
         texts = (world.acts.answer(plain), *CHARACTERS) if self.environment.text_to_action else ()
         return next((text for text in texts if reads(text) == plain), None) or self.environment.action_to_text(plain)
 
 
-def rounded(action: Any, space: spaces.Space) -> Any:
-    """Returns a plain action with the numbers of a Box rounded to two digits of its range."""
+def round_action(action: Any, space: spaces.Space) -> Any:
+    """Returns a plain action with the numbers of a Box round_action to two digits of its range."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.values() if isinstance(space, spaces.Dict) else space
-        return tuple(rounded(value, part) for value, part in zip(action, parts, strict=True))
+        return tuple(round_action(value, part) for value, part in zip(action, parts, strict=True))
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         return action
     bounds = zip(space.low.ravel().tolist(), space.high.ravel().tolist(), strict=True)

@@ -28,7 +28,7 @@ SURE = 2.0  # standard errors by which a player has to be better than the random
 
 @dataclass(frozen=True)
 class Look:
-    """What a look has shown.
+    """Results of a look at an environment.
 
     Attributes:
         random: the mean return of the random player, in the held-out episodes.
@@ -69,7 +69,7 @@ def look(config: Config, episodes: int) -> dict[str, Any]:
     best, settings = random, []
     for arguments in ways_to_judge(environment) if environment.repeatable else ():
         earnings = judge(config, arguments, seeds[-1] + 1)
-        if earnings is not None and earnings.exceed(random, SURE) and earnings.exceed(best, 1.0):
+        if earnings is not None and earnings.is_above(random, SURE) and earnings.is_above(best, 1.0):
             best, settings = earnings, [f"env.kwargs.{name}={value}" for name, value in arguments.items()]
         if settings and arguments["reward"] != "playouts":
             break  # nothing knows better
@@ -131,7 +131,7 @@ class Earnings:
         seconds = (time.perf_counter() - started) / moves
         return cls(float(np.mean(returns)), float(np.std(returns) / len(returns) ** 0.5), seconds)
 
-    def exceed(self, other: "Earnings", errors: float) -> bool:
+    def is_above(self, other: "Earnings", errors: float) -> bool:
         """Says whether the mean is larger by so many standard errors of the difference."""
         return self.mean - other.mean > errors * np.hypot(self.error, other.error)
 

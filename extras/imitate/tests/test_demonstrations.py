@@ -12,7 +12,7 @@ from gymnasium import spaces
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import make_env
 from extras.imitate.__main__ import main
-from extras.imitate.demonstrations import Demonstrations, rounded
+from extras.imitate.demonstrations import Demonstrations, round_action
 from extras.sft.__main__ import main as sft
 from extras.sft.dataset import ConversationFormat
 from extras.sft.settings import SFTDataConfig
@@ -78,9 +78,12 @@ def test_answers_are_legal_canonical_and_short_in_every_space_of_actions(space, 
 
 
 def test_numbers_have_two_digits_of_their_range():
-    assert str(rounded((-0.04321, 0.16789), BOX)) == "(0.0, 0.168)" and rounded((1.0, 0.15), BOX) == (1.0, BOX.low[1])
+    assert str(round_action((-0.04321, 0.16789), BOX)) == "(0.0, 0.168)" and round_action((1.0, 0.15), BOX) == (
+        1.0,
+        BOX.low[1],
+    )
     wide = spaces.Box(-1e6, 1e6, (1,))
-    assert rounded((523456.7,), wide) == (500000.0,) and rounded((3,), spaces.Box(0, 9, (1,), int)) == (3,)
+    assert round_action((523456.7,), wide) == (500000.0,) and round_action((3,), spaces.Box(0, 9, (1,), int)) == (3,)
 
 
 def test_the_best_player_plays_as_the_search_says():
