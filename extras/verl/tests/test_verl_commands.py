@@ -54,37 +54,13 @@ COMMANDS = {
         actor_rollout_ref.model.enable_activation_offload=True actor_rollout_ref.model.use_shm=True
         {R}.layered_summon=True {R}.load_format=safetensors {R}.enable_prefix_caching=True
         """,
-    "grpo, lora": f"""
-        algorithm.adv_estimator=grpo {FIXED_SIZES} {KL_IN_LOSS} {A}.optim.lr=3e-5 {M}.lora_rank=64 {M}.lora_alpha=32
-        {M}.target_modules=all-linear {M}.exclude_modules=.*visual.* {M}.lora_adapter_path=null {A}.strategy=fsdp2
-        {R}.load_format=safetensors {R}.layered_summon=True {A}.fsdp_config.fsdp_size=-1
-        +{A}.fsdp_config.mixed_precision.param_dtype=bf16 +{A}.fsdp_config.mixed_precision.reduce_dtype=fp32
-        +{A}.fsdp_config.mixed_precision.buffer_dtype=fp32 +{F}.fsdp_config.mixed_precision.param_dtype=bf16
-        """,
-    "ppo": f"""
-        algorithm.adv_estimator=gae {FIXED_SIZES} algorithm.use_kl_in_reward=False critic.optim.lr=1e-5
-        critic.model.use_remove_padding=True critic.model.path=Qwen/Qwen2.5-7B-Instruct
-        critic.model.enable_gradient_checkpointing=True critic.ppo_micro_batch_size_per_gpu=32
-        critic.model.fsdp_config.param_offload=False critic.model.fsdp_config.optimizer_offload=False
-        critic.optim.lr_warmup_steps_ratio=0.05 critic.strategy=fsdp reward_model.enable=False
-        """,
     "ppo, by tokens": f"""
         algorithm.adv_estimator=gae algorithm.gamma=1.0 algorithm.lam=0.95 {BY_TOKENS} {KL_IN_REWARD}
         critic.ppo_max_token_len_per_gpu=98304 critic.forward_max_token_len_per_gpu=98304 critic.use_dynamic_bsz=True
         critic.ulysses_sequence_parallel_size=2 critic.cliprange_value=0.5 critic.fsdp.param_offload=True
         critic.checkpoint.save_contents=[model,optimizer] reward_model.launch_reward_fn_async=False
-        """,
-    "gspo": f"""
-        algorithm.adv_estimator=grpo {BY_TOKENS} {A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode=seq-mean-token-mean
-        {A}.clip_ratio_low=0.0003 {A}.clip_ratio_high=0.0004 {A}.clip_ratio_c=10.0 {A}.use_kl_loss=False
-        {A}.kl_loss_coef=0.0 {A}.entropy_coeff=0 {A}.optim.lr_warmup_steps_ratio=0.05 {A}.optim.weight_decay=0.1
-        {R}.temperature=1.0 {R}.top_p=1.0 {R}.top_k=-1 {R}.enable_chunked_prefill=True {R}.free_cache_engine=True
-        {R}.max_num_batched_tokens=32768 {R}.enforce_eager=False {R}.calculate_log_probs=True
-        {R}.val_kwargs.temperature=1.0 {R}.val_kwargs.top_p=0.7 {R}.val_kwargs.do_sample=True {R}.val_kwargs.n=1
-        reward_model.reward_manager=dapo +reward_model.reward_kwargs.overlong_buffer_cfg.enable=False
-        +reward_model.reward_kwargs.overlong_buffer_cfg.len=512 +reward_model.reward_kwargs.max_resp_len=1024
-        trainer.val_before_train=False trainer.resume_mode=auto trainer.log_val_generations=2
-        actor_rollout_ref.nccl_timeout=14400 {R}.repetition_penalty=1.0
+        critic.model.fsdp_config.param_offload=False +{A}.fsdp_config.mixed_precision.reduce_dtype=fp32
+        {A}.sum_pi_squared_checkpointing=False algorithm.sppo_eta=0.5 +reward_model.reward_kwargs.max_resp_len=1024
         """,
     "dapo": f"""
         algorithm.adv_estimator=grpo {BY_TOKENS} data.prompt_key=prompt data.truncation=left data.gen_batch_size=3072
@@ -99,11 +75,6 @@ COMMANDS = {
         {R}.temperature=1.0 {R}.top_p=1.0 {R}.top_k=-1 {R}.val_kwargs.top_k=-1 {F}.fsdp_config.param_offload=True
         reward_model.reward_manager=dapo reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512
         reward_model.overlong_buffer.penalty_factor=1.0 trainer.resume_mode=auto
-        """,
-    "sppo": f"algorithm.adv_estimator=sppo {BY_TOKENS} {A}.policy_loss.loss_mode=sppo algorithm.sppo_eta=0.5",
-    "optimal token baseline": f"""
-        algorithm.adv_estimator=optimal_token_baseline {BY_TOKENS} {A}.calculate_sum_pi_squared=True
-        {A}.sum_pi_squared_checkpointing=False {R}.calculate_log_probs=True
         """,
 }
 
@@ -149,11 +120,6 @@ WHOLE = {
         +custom_reward_function.overlong_buffer.len=8 critic.ppo_micro_batch_size_per_gpu=4
         trainer.default_hdfs_dir=hdfs://x algorithm.filter_groups.metric=seq_reward
         """),
-    "plain 0.4, profiled": ("main", f"""
-        {FIXED_SIZES} algorithm.adv_estimator=grpo {A}.profile_ranks=[0,1] {A}.profile_discrete=True
-        {R}.profile_ranks_all=False trainer.profile_steps=[1,2] {R}.name=hf {M}.lora_rank=0 {M}.lora_alpha=0
-        trainer.worker_nsight_options.kill=none {A}.profiler.tool_config.torch.step_start=0
-        """),
     "plain 0.7, a reward model": ("main", f"""
         {BY_TOKENS} algorithm.adv_estimator=gae reward_model.enable=True reward_model.model_path=/m
         reward_model.inference.name=vllm reward_model.inference.gpu_memory_utilization=0.8
@@ -186,10 +152,11 @@ WHOLE = {
         {BY_TOKENS} algorithm.adv_estimator=grpo algorithm.filter_groups.enable=True {A}.use_token_level_loss=True
         algorithm.filter_groups.metric=seq_final_reward algorithm.filter_groups.max_num_gen_batches=2 {R}.n=4
         """),
-    "other engines 0.9": ("main", f"""
-        {FIXED_SIZES} algorithm.adv_estimator=grpo {A}.veomni.param_offload=True {A}.veomni.fsdp_size=4
-        {A}.torchtitan.attn_type=x async_training.staleness_threshold=0.1 rollout.n_gpus_per_node=2
-        rollout.total_epochs=2 {R}.n_gpus_per_node=2
+    "profiled 0.4, other engines 0.9": ("main", f"""
+        {FIXED_SIZES} algorithm.adv_estimator=grpo {A}.profile_ranks=[0,1] {A}.profile_discrete=True
+        {R}.profile_ranks_all=False trainer.profile_steps=[1,2] {A}.profiler.tool_config.torch.step_start=0
+        {A}.veomni.param_offload=True {A}.veomni.fsdp_size=4 {A}.torchtitan.attn_type=x
+        async_training.staleness_threshold=0.1 rollout.n_gpus_per_node=2
         """),
     "a fork's": ("main", f"{FIXED_SIZES} algorithm.in_reward_kl.coef=0.001 {A}.kl_loss.coef=0.001"),
     "distilled 0.9": ("main", f"""
@@ -227,14 +194,6 @@ WHOLE = {
         trainer.nnodes=1 trainer.n_gpus_per_node=8 rollout.temperature=0 rollout.prompt_length=64
         rollout.response_length=8 rollout.tensor_model_parallel_size=2 rollout.n=1 rollout.calculate_log_probs=False
         rollout.log_prob_micro_batch_size=8 rollout.seed=42 actor.strategy=fsdp
-        """),
-    "generation 0.9, a server": ("generation", f"""
-        {M}.trust_remote_code=True {R}.n=2 {R}.name=vllm {R}.prompt_length=64 {R}.response_length=8 {R}.top_k=50
-        {R}.tensor_model_parallel_size=2 trainer.nnodes=1 {R}.mode=async {R}.gpu_memory_utilization=0.8
-        """),
-    "evaluation": ("evaluation", """
-        custom_reward_function.path=null custom_reward_function.name=compute_score ray_kwargs.ray_init.num_cpus=4
-        +ray_kwargs.timeline_json_file=null data.response_key=responses
         """),
 }  # fmt: skip
 SCHEMAS = {"main": Config, "sft": SFTConfig, "generation": GenerationConfig, "evaluation": EvaluationConfig}
