@@ -35,19 +35,6 @@ def run(expression: str, *given: Any) -> Any:
     return json.loads(ended.stdout)
 
 
-def drawing_of(names: list[str]) -> dict[str, Any]:
-    return run("charts.stages(given[0])", {"names": names, "steps": [1], "seconds": [[1]] * len(names), "width": 1})
-
-
-def test_a_stage_has_one_colour_in_all_reports_whatever_else_a_run_does():
-    def colours(*names: str) -> dict[str, str]:
-        return {one["name"]: one["colour"] for one in drawing_of([*names])["series"]}
-
-    few, many = colours("reward", "mine", "other"), colours("gen", "mine", "reward", "update_actor", "testing", "other")
-    assert few.items() <= many.items()
-    assert len({*many.values()} | {*colours("ref", "values", "old_log_prob", "update_critic").values()}) >= 9
-
-
 def test_the_points_of_a_chart_are_csv():
     rows = [{"run": 'a "b", c', "series": "kl", "step": 1, "seconds": None, "value": 0.5}]
     assert run("charts.csv(given[0])", {"rows": rows}) == 'run,series,step,seconds,value\n"a ""b"", c","kl",1,,0.5\n'
@@ -89,9 +76,3 @@ def test_what_is_no_markup_stays_text():
         assert run("chat.split(given[0])", text) == [{"text": text}]
     special = run("given.map(chat.isSpecial)", "<|im_end|>", "</s>", "a", "<|end|>a", "<think>")
     assert special == [True, True, False, False, False]
-
-
-def test_a_logarithmic_axis_shows_what_is_above_zero():
-    spec = run("charts.logarithmic(given[0])", specs()["metric"])
-    assert spec["transform"][0] == {"filter": "datum.value > 0"} and len(spec["layer"]) == 4
-    assert {layer["encoding"]["y"]["scale"]["type"] for layer in spec["layer"][:3]} == {"log"}

@@ -267,15 +267,6 @@ def test_a_stream_brings_what_a_whole_answer_does_in_pieces(client):
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
 
 
-def test_a_chat_streams(client):
-    asked = {"model": "tiny", "messages": CHAT, "seed": 3, "max_tokens": 12}
-    [whole] = client.chat.completions.create(**asked).choices
-    first, *chunks = client.chat.completions.create(**asked, stream=True)
-    assert first.choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.message.content
-    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == whole.finish_reason
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_ends_before_a_stop_string(served, client, stream):
     asked = {"model": "tiny", "prompt": "abc", "seed": 5, "max_tokens": 20, "stream": stream}
@@ -348,21 +339,12 @@ CHATS = {"model": "tiny", "max_tokens": 2}
 BAD = [
     (b"{", "JSON"),
     (b"", "required"),
-    ([], "dictionary"),
     ({"prompt": "abc"}, "model: Field required"),
-    ({"model": "tiny"}, "prompt: Field required"),
     (GOOD | {"max_tokens": 0}, "max_tokens=0: only an echo may be without a response"),
-    (GOOD | {"max_tokens": -1, "echo": True}, "max_tokens: Input should be greater than or equal to 0"),
     (GOOD | {"echo": True, "stream": True}, "echo has an answer whole"),
     (GOOD | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs has an answer whole"),
-    (GOOD | {"prompt_logprobs": 257}, "prompt_logprobs: Input should be less than or equal to 256"),
-    (GOOD | {"echo": True, "logprobs": 6}, "logprobs: Input should be less than or equal to 5"),
     (GOOD | {"best_of": 2}, "best_of: Extra inputs are not permitted"),
-    (CHATS | {"messages": CHAT, "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     (CHATS | {"messages": CHAT, "echo": True}, "echo is not part of this server"),
-    (GOOD | {"max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
-    (GOOD | {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
-    (GOOD | {"top_p": 0}, "top_p: Input should be greater than 0"),
     (GOOD | {"n": 129}, "n: Input should be less than or equal to 128"),
     (GOOD | {"stop": [""]}, "at least 1 character"),
     (GOOD | {"maxtokens": 3}, "maxtokens: Extra inputs are not permitted"),
@@ -370,16 +352,11 @@ BAD = [
     (GOOD | {"logprobs": 3}, "logprobs=3: this server knows the log-prob of each sampled token"),
     (GOOD | {"prompt": []}, "prompt is empty"),
     (GOOD | {"prompt": ""}, "the prompt has no tokens"),
-    (GOOD | {"prompt": [[]]}, "the prompt has no tokens"),
     (GOOD | {"prompt": [5, 10**6]}, "the prompt has token ids beyond the model's"),
-    (GOOD | {"prompt": [-1]}, "greater than or equal to 0"),
-    (GOOD | {"prompt": {"text": "abc"}}, "prompt"),
     (GOOD | {"prompt": "a" * 64}, "the prompt has 64 tokens and the response is to have 2, together more than the 64"),
     (GOOD | {"max_tokens": 62}, "the prompt has 3 tokens and the response is to have 62, together more than the 64"),
-    ({"model": "tiny", "messages": []}, "messages"),
     ({"model": "tiny", "messages": [{"role": "user"}]}, "needs a 'role' and a 'content'"),
     ({"model": "tiny", "messages": "hello"}, "messages"),
-    ({"model": "tiny", "messages": ["hi"]}, "messages"),
 ]
 
 
@@ -396,14 +373,11 @@ def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(add
 
 HOSTILE = [  # beyond a bound
     (GOOD | {"temperature": 1e-40}, "temperature=1e-40: it must be 0, which is greedy, or 0.01 or more"),
-    (GOOD | {"temperature": 1e40}, "temperature: Input should be less than or equal to 100"),
     (GOOD | {"stop_token_ids": [10**30]}, "stop_token_ids"),
     (GOOD | {"stop_token_ids": [1] * 65}, "at most 64 items"),
     (GOOD | {"top_k": 10**30}, "top_k"),
-    (GOOD | {"seed": 10**30}, "seed"),
     (GOOD | {"prompt": ["a"] * 1000, "n": 128}, "1000 prompts with n=128: a request has at most 256 choices"),
     (GOOD | {"prompt": "a" * 10**6}, "the prompt has 1000000 characters in 1 messages, more than 64 tokens"),
-    (GOOD | {"prompt": ["a", 5] * 10**5}, "prompt"),
     (GOOD | {f"f{number}": 0 for number in range(10**5)}, "at most 100 fields"),
     (b"[" * 10**6, "body"),
     (b'{"seed": ' + b"9" * 10**6 + b"}", ""),
@@ -415,12 +389,9 @@ HOSTILE = [  # beyond a bound
     (GOOD | {"\udfff": 0}, "half a character"),
     (CHATS | {"messages": [{"role": "user", "content": "\ud800"}]}, "half a character"),
     (CHATS | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text alone"),
-    (CHATS | {"messages": [{"role": "user", "content": [7]}]}, "text alone"),
     (CHATS | {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}}, "may not hold tokenize, which"),
     (CHATS | {"messages": CHAT, "chat_template_kwargs": {"tool_text": "a"}}, "may not hold tool_text, which"),
     (CHATS | {"messages": CHAT, "chat_template_kwargs": {"thinks": "a" * 10**6}}, "characters in 1 messages"),
-    (GOOD | {"repetition_penalty": 1.5}, "repetition_penalty: Extra inputs"),
-    (CHATS | {"messages": CHAT * 1000}, "in 1000 messages, more than 64 tokens"),
     (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages: they cannot be encoded"),
 ]
 

@@ -52,23 +52,6 @@ def test_tools_of_both_files(write):
     assert respond(box, called("double", x=4)).messages[0]["content"] == "8"
 
 
-def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
-    write("functions.py", FUNCTIONS.format(mark=""))
-    yaml = write(
-        "tools.yaml",
-        f"""
-        tools:
-          - function: {tmp_path}/functions.py:double
-            name: twice
-          - class_name: extras.tools.tests.test_tools.Shout
-            name: cry
-            description: Cries.
-            parameters: {{type: object, properties: {{text: {{type: string}}}}}}
-        """,
-    )
-    assert [*load(yaml, None)] == ["twice", "cry"]
-
-
 GUIDES = """
     tools:
       - name: add
