@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import subprocess
-import sys
 import time
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.floor import Shape, update_flops
 from benchmarks.models import save_model
-from benchmarks.vs_trl import ROOT, Arm
+from benchmarks.vs_trl import ROOT
 from tests.forked import python_command
 
 PASSED = {"run": 3, "failed": [], "seconds": 1.0}
@@ -71,13 +70,6 @@ def test_the_figures_by_hand(tmp_path, monkeypatch):
     }  # fmt: skip
     assert gpu.summary(workload, None, steps)["update_mfu"] is None
     assert gpu.trl_micro_batch(workload, 16384) == 4 and gpu.trl_micro_batch(workload, 3 * 24) == 2
-
-
-def test_a_process_that_hangs_is_killed_at_its_limit(tmp_path):
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match="ended early"):
-        Arm(sys.executable, ["-c", "import time; time.sleep(60)"], tmp_path / "log", seconds=0.5)
-    assert time.monotonic() - started < 30
 
 
 def test_the_tests_of_a_gpu_are_found_by_name(tmp_path, monkeypatch):
