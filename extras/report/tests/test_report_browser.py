@@ -15,7 +15,7 @@ from extras.report import page
 from extras.report.__main__ import main, write_report
 from extras.report.server import ReportServer
 from tests.browser import Browser, chromium
-from tests.fake_runs import change_samples, write_run
+from tests.fake_runs import write_run
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +92,6 @@ def test_samples_are_sorted_and_found_and_tokens_tell_the_numbers_of_the_batch(b
     numbers = {name: row[column][7] for name, column in NAMES.items()}
     numbers["mismatch"] = row["old_log_probs"][7] - row["log_probs"][7]
     assert {name: float(told[name]) for name in numbers} == pytest.approx(numbers, abs=1e-3)
-
-
-def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browser, tmp_path):
-    def play(record):
-        [row] = record["rows"]
-        row |= {"policy_mask": [1, 1, 0, 0, 0, 1, 1, 1], "rewards": [0, 0.5, 0, 0, 0, 0, 0, -1.0]}
-        record |= {"rows": [row, row | {"prompt_texts": ["a new", " prompt"]}], "turns": []}
-
-    change_samples(run := write_run(tmp_path / "run", steps=1, samples=24, tokens=8), play)
-    browser.open(f"{write_report([run]).as_uri()}#sample=0.train.1.0")
-    browser.see(".tokens")
-    about = "[part.className.split(' ')[0], part.querySelectorAll('.token').length, part.textContent]"
-    parts = browser.run(f"return [...document.querySelectorAll('.row > *, .tokens > .prompt')].map((part) => {about})")
-    assert [part[:2] for part in parts[:4]] == [["said", 2], ["environment", 3], ["said", 3], ["environment", 0]]
-    assert parts[0][2].endswith("+0.5") and parts[2][2].endswith("-1") and parts[3][2] == "a new prompt"
 
 
 def test_a_run_of_which_metrics_alone_are_left_opens(browser, tmp_path):
