@@ -115,22 +115,12 @@ gym.register("Lock-v0", Lock)
         ({"env_id": "Unseeded-v0"}, r"Unseeded-v0 does not repeat itself: after reset\(seed=\d\).*self\.np_random"),
         ({"env_id": "Growing-v0"}, r"Growing-v0 does not .*seed=0\) and actions \[\] the observation was '"),
         ({"env_id": "Moody-v0", "instruction": ""}, r"Moody-v0 does not repeat .*actions \[\d\] the reward was"),
-    ],
-)
-def test_settings_and_environments_that_cannot_work_are_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        make_env(**config)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
         ({**LAKE, "desc": ["SFH", "FHF", "HFG"]}, "is the goal within reach"),
         ({**RANDOM_LAKE, "size": 2, "exclude_seeds": range(100)}, "all held out"),
         ({"env_id": "Unseeded-v0", "repeatable": False}, r"Unseeded-v0 is not repeatable: .* env\.mode=episode"),
     ],
 )
-def test_a_state_that_cannot_be_made_says_why(config, message):
+def test_settings_environments_and_states_that_cannot_work_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         make_env(**config).get_state(0)
 

@@ -134,22 +134,6 @@ def test_strings_can_be_chat(tmp_path, tiny_model):
     assert [*raw["responses"], *chat["responses"]] == slow_answers(tiny_model, texts)
 
 
-ECHO = """
-from workers.rollout import Completion, Rollout
-
-class Echo(Rollout):
-    def generate(self, requests):
-        said = {one.id: one.prompt_ids[:2] for one in requests}
-        return [Completion(number, ids, [0.0] * len(ids), "length", 0) for number, ids in said.items()]
-"""
-
-
-def test_an_engine_of_the_users_answers(tmp_path, tiny_model):
-    (tmp_path / "my_engine.py").write_text(ECHO)
-    found = generate(tmp_path, tiny_model, f"rollout.name={tmp_path}/my_engine.py")
-    assert [row["responses"] for row in found][::2] == [["ab"], ["an"], ["yx"]]
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

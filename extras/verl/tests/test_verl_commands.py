@@ -119,12 +119,7 @@ WHOLE = {
         reward_model.sandbox_fusion_url=http://x/run_code +custom_reward_function.overlong_buffer.enable=True
         +custom_reward_function.overlong_buffer.len=8 critic.ppo_micro_batch_size_per_gpu=4
         trainer.default_hdfs_dir=hdfs://x algorithm.filter_groups.metric=seq_reward
-        """),
-    "plain 0.7, a reward model": ("main", f"""
-        {BY_TOKENS} algorithm.adv_estimator=gae reward_model.enable=True reward_model.model_path=/m
-        reward_model.inference.name=vllm reward_model.inference.gpu_memory_utilization=0.8
-        {A}.optim.zero_indexed_step=False global_profiler.tool=nsys global_profiler.steps=[1,2]
-        +ray_kwargs.ray_init.num_gpus=4 critic.optim.optimizer=adam
+        reward_model.inference.gpu_memory_utilization=0.8 +ray_kwargs.ray_init.num_gpus=4
         """),
     "multi-turn 0.4": ("main", f"""
         {FIXED_SIZES} algorithm.adv_estimator=grpo {R}.name=sglang_async {R}.multi_turn.enable=True
@@ -168,16 +163,11 @@ WHOLE = {
         distillation.distillation_loss.use_task_rewards=False distillation.distillation_loss.loss_max_clamp=10.0
         """),
     "taught by nobody 0.9": ("main", f"{FIXED_SIZES} distillation.enabled=True distillation.nnodes=1"),
-    "SFT 0.3": ("sft", """
-        data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=[question] data.micro_batch_size=4
-        +data.response_dict_keys=[answer] optim.warmup_steps_ratio=0.1 model.partial_pretrain=/m use_remove_padding=true
-        data.micro_batch_size_per_gpu=0 ulysses_sequence_parallel_size=2 model.fsdp_config.model_dtype=bf16
-        model.fsdp_config.offload_params=False trainer.default_hdfs_dir=null trainer.resume_path=null
-        """),
     "SFT 0.5, conversations": ("sft", """
         data.multiturn.enable=true data.multiturn.messages_key=messages optim.lr_scheduler=cosine
         data.chat_template=null model.strategy=fsdp2 trainer.checkpoint.save_contents=[model,optimizer,extra]
         data.custom_cls.path=null
+        model.fsdp_config.model_dtype=bf16 model.fsdp_config.offload_params=False optim.warmup_steps_ratio=0.1
         """),
     "SFT 0.9": ("sft", """
         model.use_remove_padding=False model=hf_model optim.weight_decay=0.2 engine=fsdp engine.fsdp_size=1 optim=fsdp
