@@ -137,17 +137,14 @@ def test_strings_can_be_chat(tmp_path, tiny_model):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.path=null"], "data.path is not set"),
         (["data.output_path=null"], "data.output_path is not set"),
         (["data.output_path={folder}/out.csv"], "its ending must be one of .jsonl, .parquet"),
         (["data.output_path={folder}/prompts.jsonl"], "exists already: name another file, or remove it"),
         (["data.n_samples=2", "rollout.do_sample=false"], "asks for 2 greedy responses to a prompt"),
         (["rollout.nnodes=1"], "rollout.nnodes is set, which only training reads"),
-        (["rollout.val_kwargs.n=2"], "rollout.val_kwargs.n is set, which only training reads"),
         (["data.max_prompt_length=4"], "the prompt has 10 tokens, more than data.max_prompt_length=4"),
         (["data.max_prompt_length=2040", "data.max_response_length=9"], "was made for 2048 positions"),
         (["data.response_key=data_source"], "have a column 'data_source' already"),
-        (["model.path={folder}/nowhere"], "model.path="),
         (["rollout.name=nothing"], "nothing"),
     ],
 )

@@ -1,24 +1,20 @@
 """The overrides of verl's example scripts, algorithm by algorithm, each key of which acts here or says why not."""
 
-import json
 import re
 from dataclasses import asdict
 
 import pytest
 from omegaconf import OmegaConf
 
-import main
 from configs.checks import check_config
 from configs.errors import ConfigError
 from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments, yaml_folder
 from configs.schema import Config
-from extras.evaluation import main_generation
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig
-from extras.sft import trainer as sft_trainer
 from extras.sft.settings import SFTConfig
 from extras.verl.keys import CHATML, judge
 from extras.verl.keys import COMMON as TABLE
-from tests.runs import compose, learning_metrics
+from tests.runs import compose
 
 A, R, F, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 
@@ -335,52 +331,6 @@ def test_what_is_left_to_be_given_is_asked_for_and_a_tilde_of_what_is_not_set_is
     with pytest.raises(ConfigError, match=r"data\.train_files is \?\?\?, which stands for a value"):
         compose_whole("main", "data.train_files=???")
     assert compose_whole("main", f"~{A}.optim.lr", "~critic") == compose_whole("main")
-
-
-ROWS = [
-    {
-        "prompt": [{"role": "user", "content": f"{number}+1?"}],
-        "data_source": "openai/gsm8k",
-        "reward_model": {"ground_truth": str(number + 1)},
-        "extra_info": {"question": f"{number}+1?", "answer": str(number + 1)},
-    }
-    for number in range(8)
-]
-
-
-TRAINED = ("plain 0.3", "LoRA 0.9, Megatron", "DAPO 0.2", "SFT 0.9, Megatron", "generation 0.5")
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_commands_train_two_steps_with_a_tiny_model_in_place_of_theirs(name, tmp_path, tiny_model, capsys):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (entry, text), rows, run = WHOLE[name], tmp_path / "rows.jsonl", tmp_path / "run"
-    small = f"""
-        data.train_files={rows} data.val_files={rows} data.train_batch_size=4 trainer.total_training_steps=2
-        trainer.default_local_dir={run} trainer.logger=[] trainer.n_gpus_per_node=0
-        """
-    if entry == "generation":
-        answers = tmp_path / "answers.jsonl"
-        more = f"data.path={rows} data.output_path={answers} model.path={tiny_model}"
-        main_generation.answer_prompts(compose_whole(entry, *text.split(), *more.split()))
-        assert len(answers.read_text().splitlines()) == len(ROWS)
-    elif entry == "sft":
-        more = f"""
-            {small} model.path={tiny_model} data.max_length=64 data.prompt_key=extra_info data.response_key=extra_info
-            data.prompt_dict_keys=question data.response_dict_keys=answer
-            """
-        folder = sft_trainer.run(compose_whole(entry, *text.split(), *more.split()))
-        assert (folder / "model.safetensors").is_file()
-        validated = [step for step, metrics in learning_metrics(run).items() if "val/loss" in metrics]
-        assert validated == [0, 2]  # and after an epoch, which has two steps
-    else:
-        more = f"""
-            {small} {M}.path={tiny_model} data.max_prompt_length=48 data.max_response_length=8 {R}.name=hf {R}.n=2
-            {R}.tensor_model_parallel_size=1 {A}.ppo_mini_batch_size=2 trainer.val_before_train=False
-            reward.in_process=true
-            """
-        main.run(compose_whole(entry, *text.split(), *more.split()))
-        assert [*learning_metrics(run)] == [1, 2]
 
 
 ABSENT = f"""
