@@ -578,23 +578,6 @@ def test_no_generator_is_seeded_by_a_literal_or_by_nothing():
     assert found == {}, "every generator gets a seed that follows from trainer.seed"
 
 
-def test_order_and_choice_of_rows_follow_from_the_one_seed(tiny_model, tmp_path):
-    rows = "\n".join(f'{{"prompt": "{i}", "ground_truth": "{i}"}}' for i in range(40))
-    (tmp_path / "rows.jsonl").write_text(rows)
-    (tmp_path / "score.py").write_text("def compute_score(data_source, solution_str, ground_truth): return 0.0\n")
-
-    def drawn(*overrides: str) -> list[str]:
-        files = [f"data.train_files={tmp_path}/rows.jsonl", f"reward.custom_reward_function.path={tmp_path}/score.py"]
-        run = short_run(tiny_model, tmp_path, "env.id=null", "data.custom_cls.path=null", *files)
-        run = main.build(compose(*run, "data.train_max_samples=8", "data.train_batch_size=8", *overrides))
-        return list(run.parts.train_loader.next_batch()["raw_prompt"])
-
-    assert drawn() == drawn()
-    assert drawn() != drawn("trainer.seed=1")
-    assert set(drawn()) != set(drawn("trainer.seed=1"))
-    assert drawn("data.seed=3") == drawn("data.seed=3", "trainer.seed=1")
-
-
 def test_a_section_is_read_like_verls_configs():
     data = compose().data
     assert data.get("max_prompt_length", 7) == data["max_prompt_length"] == data.max_prompt_length

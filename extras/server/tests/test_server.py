@@ -31,10 +31,10 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.types import Completion, Request, SamplingParams
 from extras.openai.settings import OpenAISettings
 from extras.openai.weight_transfer import BACKEND, weight_transfer
-from extras.server.__main__ import bind_socket, main, server_environment, vllm_command
+from extras.server.__main__ import main, server_environment, vllm_command
 from extras.server.app import Served
 from extras.server.bodies import TokenText, count_held_back
-from extras.server.settings import ServerConfig, ServerSettings
+from extras.server.settings import ServerConfig
 from extras.server.streaming import StreamingEngine
 from extras.server.tests.fixtures import compose, serving
 from tests.runs import ROOT, needs_vllm
@@ -156,19 +156,6 @@ def test_log_probs_of_a_prompt_are_the_models_as_vllms_server_has_them(served, c
                 found = entry[str(token)]
                 assert found["logprob"] == pytest.approx(scores[place, token].item(), abs=1e-5)
                 assert found["decoded_token"] == served.tokenizer.decode([token])
-
-
-def test_an_echo_while_others_are_generated_is_the_same(client):
-    asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 0, "logprobs": 1, "echo": True}
-    alone = client.completions.create(**asked).choices[0].logprobs
-    others = {"model": "tiny", "messages": CHAT, "n": 8, "seed": 0, "max_tokens": 24}
-    with ThreadPoolExecutor(2) as pool:
-        busy = pool.submit(client.chat.completions.create, **others)
-        found = [client.completions.create(**asked).choices[0].logprobs for _ in range(8)]
-        said = [choice.message.content for choice in busy.result().choices]
-    for each in found:
-        assert each.token_logprobs[1:] == pytest.approx(alone.token_logprobs[1:], abs=1e-5)
-    assert said == [choice.message.content for choice in client.chat.completions.create(**others).choices]
 
 
 def test_a_template_is_given_its_own_arguments(served, client, monkeypatch):
@@ -595,18 +582,6 @@ def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, monkeypatch
         main([f"model.path={tiny_model}", "server.port=0", *overrides])
     stderr = capsys.readouterr().err
     assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr
-
-
-def test_of_two_servers_that_load_at_once_for_one_port_the_second_is_refused(tiny_model, capsys, monkeypatch):
-    """Both servers have bound the port, as neither listened: the other one listens while this one loads."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with bind_socket(ServerSettings(port=port)) as other:
-        monkeypatch.setattr("extras.server.__main__.load_served", lambda config: other.listen())
-        with pytest.raises(SystemExit) as refused:
-            main([f"model.path={tiny_model}", f"server.port={port}"])
-    assert refused.value.code == 2 and f"server.port={port} cannot be listened at" in capsys.readouterr().err
 
 
 def vllm_options(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
