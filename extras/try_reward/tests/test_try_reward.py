@@ -12,7 +12,7 @@ from configs.schema import ScoringConfig
 from extras.rules import math_dapo, math_reward
 from extras.rules import search_r1_like_qa_em as questions
 from extras.rules.default import default_compute_score
-from extras.try_reward.__main__ import Finding, audit, load_reward, main, read_views, score_rows
+from extras.try_reward.__main__ import Finding, audit, main, read_views, score_rows
 from tests.forked import python
 from training.reward_function import FunctionReward
 
@@ -137,13 +137,6 @@ def test_rows_of_all_kinds_are_read(write: Callable[[str, str], str]):
     for row in ('{"prompt": "p"}', '{"prompt": "p", "responses": []}'):
         with pytest.raises(ValueError, match=r"rows.jsonl, row 0 has no response to score"):
             read_views(write("rows.jsonl", row), needs_response=True)
-
-
-def test_a_function_is_found_by_its_usual_names(write: Callable[[str, str], str]):
-    path = write("mine.py", "def compute_reward(prompt, response, ground_truth): return 1.0")
-    assert load_reward(path, None, ROOMY).function.__name__ == "compute_reward"
-    with pytest.raises(AttributeError, match="has no 'other'; it has compute_reward"):
-        load_reward(path, "other", ROOMY)
 
 
 def test_the_command_prints_a_table(write: Callable[[str, str], str], tmp_path: Path):
