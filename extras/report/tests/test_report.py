@@ -232,11 +232,6 @@ def test_hostile_text_stays_data(tmp_path):
     page.encode()  # no lone surrogate is left
 
 
-def test_the_command_writes_the_page_beside_the_first_run(run, tmp_path, capsys):
-    main([str(run)])
-    assert capsys.readouterr().out == f"{run / 'report.html'}\n" and (run / "report.html").stat().st_size > 900_000
-
-
 def test_a_folder_of_runs_is_all_of_them_and_one_without_a_run_is_left_out(tmp_path, capsys):
     for name in ("b", "a"):
         write_run(tmp_path / name, steps=1, samples=0)
