@@ -1,6 +1,5 @@
 """Shared by the tests of rollout engines: a scripted engine, and episodes that are played on any engine."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.extras import asked_for
-from configs.schema import Config, RolloutConfig
+from configs.schema import Config
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
@@ -21,7 +20,6 @@ from training.environment import EnvSetup
 from training.ray_trainer import RayPPOTrainer
 from workers.agent_loop import AgentLoop
 from workers.engine import TrainEngine
-from workers.hf_rollout import HFRollout
 from workers.rollout import Rollout
 from workers.weight_sync import draw_probe, largest_distance, score_probe
 
@@ -61,27 +59,6 @@ class Stepping(Rollout):
 
     def step(self) -> list[Completion]:
         return [answer(self.waiting.popitem()[1], self.weight_version)] if self.waiting else []
-
-
-class Copying(HFRollout):
-    """An engine with weights of its own, lost when it sleeps, as vLLM's are on a GPU; `told` lists loads and sleeps."""
-
-    own_weights = True
-
-    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-        super().__init__(config, tokenizer, copy.deepcopy(model))
-        self.told: list[str | int] = []
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        super().load_weights(weights, version)
-        self.module.load_state_dict(dict(weights))
-        self.lost_weights = False
-        self.told.append(version)
-
-    def sleep(self) -> None:
-        super().sleep()
-        self.lost_weights = True
-        self.told.append("sleep")
 
 
 class CopyOf:

@@ -2,4 +2,3 @@
 
 PAIRED = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}  # two heads to a key
 SMALL = {**PAIRED, "vocab_size": 102, "intermediate_size": 64, "num_hidden_layers": 2}
-COUNTED = {**PAIRED, "vocab_size": 96, "intermediate_size": 56, "num_hidden_layers": 3, "tie_word_embeddings": True}

@@ -278,13 +278,10 @@ def test_the_tree_keeps_the_fence_and_every_exemption_is_needed(name):
 VIOLATIONS = [
     ("layers", {"data/x.py": "from training import core_algos"}),
     ("layers", {"training/x.py": "def f():\n    import workers.engine"}),
-    ("layers", {"training/x.py": "def f():\n    from extras.judge import judge"}),
     ("layers", {"custom/x.py": "import extras.gym"}),
     ("pairs", {"extras/a/x.py": "from extras.b import y"}),
     ("quarantine", {"training/x.py": "def f():\n    from ray.util import placement_group"}),
     ("patches", {"workers/x.py": "layer.name, layer.__class__ = name, Faster"}),
-    ("patches", {"workers/x.py": "module.register_forward_pre_hook(f)"}),
-    ("patches", {"workers/x.py": "from transformers import AttentionInterface"}),
     ("patches", {"workers/x.py": "import transformers\ntransformers.AttentionMaskInterface.register(name, mask)"}),
     ("cycles", {"workers/k/__init__.py": "from workers.k.a import f", "workers/k/a.py": "from workers.k import g"}),
     ("cycles", {"data/a.py": "import data.b", "data/b.py": "from data import c", "data/c.py": "import data.a"}),
@@ -296,12 +293,9 @@ VIOLATIONS = [
     ("broad except", {"data/x.py": "try:\n    f()\nexcept:\n    pass"}),
     ("waits", {"workers/x.py": "def f():\n    ray.get(call)"}),
     ("waits", {"workers/x.py": "def f():\n    [done], pending = ray.wait(pending)"}),
-    ("waits", {"workers/x.py": "def f():\n    wait([future])"}),
     ("waits", {"extras/overlap/x.py": "async def f():\n    await asyncio.wait(tasks, return_when=FIRST_COMPLETED)"}),
-    ("waits", {"extras/overlap/x.py": "def f():\n    thread.submit(g).result()"}),
     ("print", {"data/x.py": "print(1)"}),
     ("environment", {"data/x.py": "import os\nos.environ['A'] = '1'"}),
-    ("introspection", {"data/x.py": "hasattr(x, 'y')"}),
     ("introspection", {"data/x.py": "getattr(x, 'y', None)"}),
 ]  # fmt: skip
 
@@ -309,26 +303,6 @@ VIOLATIONS = [
 @pytest.mark.parametrize(("name", "planted"), VIOLATIONS)
 def test_the_fence_catches_a_violation(name, planted):
     assert list(FENCES[name]({file: ast.parse(text) for file, text in planted.items()}))
-
-
-ALLOWED = {
-    "training/x.py": "from data.protocol import DataProto\nimport configs.schema\nimport training.advantage",
-    "training/advantage.py": "import torch",
-    "main.py": "from workers.engine import TrainEngine",
-    "workers/ray_group.py": "import ray",
-    "data/protocol.py": "def f(self, a, b, *, c, d, e, g, h):\n    return getattr(self, a)",
-    "workers/x.py": "assert layer.__class__ is Linear",
-    "workers/y.py": "def f():\n    ray.wait(calls, timeout=1)\n    done.result(5)\n    names.get(key)",
-    "extras/lora/x.py": "from extras.lora.y import z\nfrom workers.engine import TrainEngine",
-    "extras/kernels/products.py": "layer.__class__ = Faster\nmodule.register_forward_hook(f)",
-    "custom/x.py": "from custom.y import z",
-    "custom/y.py": "try:\n    f()\nexcept ValueError:\n    raise",
-}
-
-
-@pytest.mark.parametrize("name", FENCES)
-def test_what_is_allowed_passes(name):
-    assert not list(FENCES[name]({file: ast.parse(text) for file, text in ALLOWED.items()}))
 
 
 def test_a_users_own_files_in_custom_are_held_to_no_rule():
@@ -352,8 +326,3 @@ def test_the_tour_fits_an_afternoon():
     lines = {file: lines_to_read((ROOT / file).read_text(), words) for file, words in stops}
     assert len(lines) >= 5 and all(lines.values()), "a numbered list of files, with what to read of some"
     assert sum(lines.values()) <= MAX_TOUR, f"{sum(lines.values())} lines: make a file simpler, not the tour"
-
-
-def test_of_some_files_only_the_named_entries_are_read():
-    text = "def f():\n    return 1\n\n\nclass G:\n    x = 1\n    y = 2\n\n\n" + "x = 1\n" * 9
-    assert lines_to_read(text, "Read only `f`, then `G`") == 5 and lines_to_read(text, "`f`") == 18

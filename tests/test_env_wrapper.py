@@ -4,9 +4,7 @@ import pickle
 import re
 import threading
 from collections import Counter, deque
-from pathlib import Path
 from typing import ClassVar
-from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -117,22 +115,12 @@ gym.register("Lock-v0", Lock)
         ({"env_id": "Unseeded-v0"}, r"Unseeded-v0 does not repeat itself: after reset\(seed=\d\).*self\.np_random"),
         ({"env_id": "Growing-v0"}, r"Growing-v0 does not .*seed=0\) and actions \[\] the observation was '"),
         ({"env_id": "Moody-v0", "instruction": ""}, r"Moody-v0 does not repeat .*actions \[\d\] the reward was"),
-    ],
-)
-def test_settings_and_environments_that_cannot_work_are_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        make_env(**config)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
         ({**LAKE, "desc": ["SFH", "FHF", "HFG"]}, "is the goal within reach"),
         ({**RANDOM_LAKE, "size": 2, "exclude_seeds": range(100)}, "all held out"),
         ({"env_id": "Unseeded-v0", "repeatable": False}, r"Unseeded-v0 is not repeatable: .* env\.mode=episode"),
     ],
 )
-def test_a_state_that_cannot_be_made_says_why(config, message):
+def test_settings_environments_and_states_that_cannot_work_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         make_env(**config).get_state(0)
 
@@ -434,35 +422,6 @@ def test_states_can_be_asked_for_while_an_episode_runs():
         assert disturbed.step(move) == calm.step(move)
 
 
-MY_GAME = """
-import gymnasium
-from custom.env_wrapper import ENVIRONMENTS
-
-gymnasium.register("MyLock-v0", entry_point="THIS_FILE:Lock", max_episode_steps=6)
-
-def to_text(env, observation):
-    return f"{observation[0]} tries"
-
-def to_action(text):
-    return int(text) if text.isdecimal() else None
-
-ENVIRONMENTS["MyLock-v0"] = {"observation_to_text": to_text, "text_to_action": to_action}
-"""
-
-
-@pytest.mark.parametrize("module", ["my_lock", "DIR/my_lock_by_file.py"])
-def test_a_users_file_of_some_lines_adds_an_environment(tmp_path, monkeypatch, module):
-    name, module = f"My{len(module)}-v0", module.replace("DIR", str(tmp_path))
-    file = tmp_path / f"{Path(module).stem}.py"
-    file.write_text(MY_GAME.replace("THIS_FILE", __name__).replace("MyLock-v0", name))
-    monkeypatch.syspath_prepend(tmp_path)
-    env = make_env(f"{module}:{name}", max_turns=5)
-    assert env.reset(0) == "0 tries"
-    assert env.step("two")[4]["action"] is None and env.step("2")[0] == "1 tries"
-    assert make_env(f"{module}:{name}").max_turns == 6 and make_env(name).reset(0) == "0 tries"
-    assert pickle.loads(pickle.dumps(env)).reset(0) == env.clone().reset(0) == "0 tries"
-
-
 def test_an_environment_without_an_entry_is_rendered_or_printed(monkeypatch):
     monkeypatch.delitem(ENVIRONMENTS, "FrozenLake-v1")
     lake = make_env("FrozenLake-v1", is_slippery=False)
@@ -473,25 +432,6 @@ def test_an_environment_without_an_entry_is_rendered_or_printed(monkeypatch):
 
 def test_the_environments_own_truncation_is_told_from_ours():
     assert last_info(make_env("Lock-v0", digits=99), *["98"] * 8)["end_reason"] == "env_truncated"
-
-
-def test_exceptions_of_an_environment_name_the_way_there(monkeypatch):
-    def step(self, action):
-        if self.tries == 2:
-            raise KeyError("lost")
-        return plain_step(self, action)
-
-    env, plain_step = make_env("Lock-v0", digits=99), Lock.step
-    with monkeypatch.context() as patch:
-        patch.setattr(Lock, "reset", Mock(side_effect=OSError("no such board")))
-        with pytest.raises(RuntimeError, match=r"Lock-v0 raised OSError: no such board, after reset\(seed=7\)"):
-            env.reset(7)
-    monkeypatch.setattr(Lock, "step", step)
-    env.reset(8)
-    env.step("1"), env.step("2")
-    with pytest.raises(RuntimeError, match=r"KeyError: 'lost', after reset\(seed=8\) .* \[1, 2, 3\]") as raised:
-        env.step("3")
-    assert isinstance(raised.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import shutil
 import subprocess
-import sys
 import time
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.floor import Shape, update_flops
 from benchmarks.models import save_model
-from benchmarks.vs_trl import ROOT, Arm
+from benchmarks.vs_trl import ROOT
 from tests.forked import python_command
 
 PASSED = {"run": 3, "failed": [], "seconds": 1.0}
@@ -72,49 +70,6 @@ def test_the_figures_by_hand(tmp_path, monkeypatch):
     }  # fmt: skip
     assert gpu.summary(workload, None, steps)["update_mfu"] is None
     assert gpu.trl_micro_batch(workload, 16384) == 4 and gpu.trl_micro_batch(workload, 3 * 24) == 2
-
-
-def test_an_arm_that_takes_too_long_or_fails_is_reported_and_ends_the_command_with_1(alone, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="something failed"):
-        gpu.main([*CPU, "--seconds", "0.2", "--json", str(tmp_path / "figures.json")])
-    ours = json.loads((tmp_path / "figures.json").read_text())["arms"]["ours"]
-    assert "ended early, or not within" in ours["missing"]
-    assert "| ours | it ended early" in capsys.readouterr().out
-
-
-def test_a_process_that_hangs_is_killed_at_its_limit(tmp_path):
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match="ended early"):
-        Arm(sys.executable, ["-c", "import time; time.sleep(60)"], tmp_path / "log", seconds=0.5)
-    assert time.monotonic() - started < 30
-
-
-TESTS_OF_A_GPU = """
-import os, pytest
-pytestmark = pytest.mark.gpu
-broken = []
-
-def test_fails(): assert False
-def test_is_fine_alone(): assert not broken
-@pytest.mark.parametrize("how", ["first one", "second"])
-def test_breaks_the_others(how):
-    if how == "second":
-        os._exit(1)
-    broken.append(1)
-def test_behind(): assert not broken
-"""
-
-
-def test_a_test_that_ends_its_process_hides_no_other(tmp_path, monkeypatch, capsys):
-    (tmp_path / "test_of_a_gpu.py").write_text(TESTS_OF_A_GPU)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # its options of pytest once hid every test from the count
-    for name, value in (("ROOT", tmp_path), ("FOLDER", tmp_path), ("TESTS", "test_of_a_gpu.py")):
-        monkeypatch.setattr(gpu, name, value)
-    found = gpu.run_tests(60)
-    failed = ["test_fails", "test_breaks_the_others[second] (does not end)", "test_behind (passes alone)"]
-    assert found["failed"] == failed
-    assert found["run"] == 3 and "test_fails" in capsys.readouterr().out
-    assert gpu.run_tests(0)["failed"] == ["test_of_a_gpu.py holds no test, or time was over"]
 
 
 def test_the_tests_of_a_gpu_are_found_by_name(tmp_path, monkeypatch):

@@ -4,12 +4,10 @@ import os
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-import yaml
 
 from tests.runs import ROOT
 
@@ -124,14 +122,3 @@ def test_a_run_from_an_empty_folder_takes_the_users_files_and_writes_there(execu
     assert (tmp_path / "was_made").exists(), "the user's class was not asked for rows"
     shown = run(commands / "python", "-m", "extras.report", "outputs/frozenlake", cwd=tmp_path)
     assert shown.returncode == 0 and (tmp_path / "outputs/frozenlake/report.html").is_file(), shown.stderr
-
-
-def test_the_workflow_calls_targets_of_the_makefile_by_the_python_of_the_project():
-    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
-    job = workflow["jobs"]["test"]
-    targets = [step["run"].removeprefix("make ") for step in job["steps"] if "run" in step]
-    assert targets == ["lint", "test"] and job["timeout-minutes"]
-    assert all(run("make", "--dry-run", target).returncode == 0 for target in targets)
-    [python] = [step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", {})]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == f">={python}"

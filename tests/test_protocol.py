@@ -220,12 +220,12 @@ def test_an_int_gives_a_row(index):
     assert row.meta_info is data.meta_info
 
 
-def test_rows_of_a_batch_without_tensors():
+def test_a_batch_without_tensors_is_read_repeated_and_united():
     data = DataProto.from_dict(non_tensors={"label": ["a", "b", "c"]})
-    assert data[1].label == "b"
-    assert data[1].batch is None
+    assert data[1].label == "b" and data[1].batch is None and data.repeat(2).label.tolist() == [*"aabbcc"]
     assert data[::-1].label.tolist() == ["c", "b", "a"]
-    assert data.repeat(2).label.tolist() == ["a", "a", "b", "b", "c", "c"]
+    assert data.union(DataProto.from_dict(non_tensors={"b": [3, 4, 5]})).b.tolist() == [3, 4, 5] and data.batch is None
+    assert data.union(DataProto.from_dict({"obs": torch.zeros(3)})).obs.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("index", ["obs", 1.0, (0, 1), None])
@@ -367,13 +367,6 @@ def test_union_adds_columns_and_meta_info_in_place():
     assert {"obs", "adv", "uid", "label"} <= {*data.tensors, *data.non_tensor_batch}
     assert data.meta_info == {"name": "abc", "step": 1}
     assert sibling.meta_info == {"name": "abc"}
-
-
-def test_union_of_batches_without_tensors():
-    data = DataProto.from_dict(non_tensors={"a": [1, 2]}).union(DataProto.from_dict(non_tensors={"b": [3, 4]}))
-    assert data.b.tolist() == [3, 4]
-    assert data.batch is None
-    assert data.union(DataProto.from_dict({"obs": torch.zeros(2)})).obs.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

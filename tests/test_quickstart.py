@@ -1,22 +1,9 @@
 """`make quickstart`: its folder is its own, and its demonstrations are safe moves."""
 
-import pytest
-
-from configs.errors import ConfigError
 from custom.env_wrapper import EnvState, make_env
-from data.files import sole_run
-from scripts import quickstart
 from scripts.quickstart import demonstrations, safe_moves
 
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": "Go."}
-
-
-def test_the_quickstart_holds_its_folder_from_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = quickstart.rl_config("frozenlake", 0, [])
-    with sole_run(config.trainer.default_local_dir), pytest.raises(ConfigError, match="belongs to another run"):
-        quickstart.quickstart(config)
-    assert [path.name for path in (tmp_path / "outputs/quickstart").iterdir()] == ["run.lock"]
 
 
 def test_safe_moves_by_hand():

@@ -44,7 +44,6 @@ from workers.ray_group import (
     worker_environment,
 )
 from workers.resources import Resources, joins_cluster, lacking, reserve, resources_line
-from workers.rollout import load_rollout_class
 
 # A file as a user writes one: greedy in training, and a random number drawn without a generator of its own.
 MY_ROLLOUT = """
@@ -491,15 +490,6 @@ def test_a_worker_sees_its_own_gpu_alone_where_ray_is_told_to_show_all(monkeypat
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
-def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(resources, "available_cores", lambda: (2, "a CPU quota of 2.5"))
-    monkeypatch.setattr(resources, "joins_cluster", lambda: False)
-    asked = ["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=3", "trainer.n_threads=1"]
-    with pytest.raises(ConfigError, match=r"asked: 3 workers × \(1 thread .* there: 1 machine × \(✗ 2 CPU"):
-        check_machine(compose(*asked))
-    assert not ray.is_initialized()
-
-
 @pytest.mark.slow
 def test_a_running_cluster_is_asked_for_gpus_that_are_not_here(cluster: None):
     assert "there: Ray at " in resources_line([Resources(workers=1, threads=1, gpus=0)], on_ray=True)
@@ -589,16 +579,6 @@ def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: P
     assert group.submit("echo", "hear", [("a",)]).result() == [["a"]]
     with pytest.raises(KeyError, match="missing"):
         group.submit("echo", "fail", [()])
-
-
-@pytest.mark.parametrize(
-    "text", ["x = 1", "from workers.hf_rollout import HFRollout", MY_ROLLOUT + MY_ROLLOUT.replace("MyR", "YourR")]
-)
-def test_a_file_without_exactly_one_rollout_is_refused(tmp_path: Path, text: str):
-    file = tmp_path / "my_rollout.py"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"must define exactly one subclass of workers.rollout.Rollout"):
-        load_rollout_class(str(file))
 
 
 def test_the_worker_leaves_the_callers_random_numbers_alone(tiny_model: Path, tmp_path: Path):

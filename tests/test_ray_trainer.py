@@ -21,7 +21,7 @@ from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams, Stage
 from examples.novelty_trainer import NoveltyTrainer
 from tests.batches import episode_batch, padded, random_groups
-from tests.runs import compose, files_of_at_most, learning_metrics, short_run, tree_of, whole_and_resumed
+from tests.runs import compose, learning_metrics, short_run, tree_of, whole_and_resumed
 from training.core_algos import register_adv_est
 from training.mini_batches import Update, first_policy_step
 from training.ray_trainer import RayPPOTrainer
@@ -264,16 +264,6 @@ def test_what_is_learnt_from_is_what_the_policy_said(tmp_path):
 
 
 GRPO = ["actor_rollout_ref.actor.use_kl_loss=false"]
-
-
-def test_a_full_disk_costs_a_refused_update_and_not_the_run(tmp_path, caplog):
-    trainer, _ = make_trainer(tmp_path)
-    trainer.global_step = 1
-    batch, _ = trainer.step()
-    with files_of_at_most(100):
-        trainer.keep_refused(batch)
-    assert f"{tmp_path}/refused_update_step_1.pkl: not written, the disk is full" in caplog.text
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 # The log-prob pass

@@ -7,7 +7,6 @@ import re
 import reprlib
 import signal
 import threading
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import training.reward
-from configs import errors
 from configs.errors import ConfigError
 from configs.extras import has
 from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig
@@ -520,19 +518,6 @@ def test_a_reward_that_raises_is_located_in_the_users_file(tmp_path, asynchronou
     assert "JSONDecodeError" in str(type(caught.value.__cause__))
 
 
-def test_errors_name_partials_and_objects_too():
-    class Manager:
-        def __call__(self, data):
-            return None
-
-    def weighted(weight, response):
-        return None
-
-    for manager, name in ((Manager(), "Manager"), (FunctionReward(partial(weighted, 2.0)), "weighted")):
-        with pytest.raises((ValueError, RuntimeError), match=rf"{name} \(.*test_reward.py\) (failed: it )?returned"):
-            add_scores(rollout("a"), manager, TOKENIZER)
-
-
 def test_what_a_dict_says_beside_the_score_becomes_columns_and_metrics_of_the_rows_that_did_not_fail():
     results = [
         {"score": 1.0, "acc": True, "pred": "4", "steps": np.int64(2)},
@@ -602,11 +587,3 @@ def test_too_many_of_them_end_the_run_at_the_users_line(answers, limit, counts):
     message = rf"raised KeyError: 'lost' \(at mine.py:7\)\. {said}"
     with pytest.raises(RuntimeError, match=message):
         add_scores(rollout(*answers), fails, TOKENIZER, config)
-
-
-def test_a_function_beside_an_environment_is_said_to_be_what_scores(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(errors, "noticed", set())
-    (tmp_path / "mine.py").write_text(PER_TEXT)
-    function = RewardFunctionConfig(str(tmp_path / "mine.py"), "compute_reward")
-    load_reward_manager(RewardConfig(function, **HERE), TOKENIZER, environment=object())
-    assert re.search("mine.py scores the responses, custom/reward_manager.py and the env", capfd.readouterr().err)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs import extras
-from examples import reward_code, reward_math, reward_qa
+from examples import reward_math, reward_qa
 from extras.sandbox import child
 from extras.sandbox.run import fences
 from extras.try_reward.__main__ import main as try_reward
@@ -66,15 +66,6 @@ QA = [
 )
 def test_answers_pay_for_what_they_mean(module, response, truth, score):
     assert module.compute_score("mine", response, truth)["score"] == score
-
-
-@in_sandbox
-def test_after_a_program_that_takes_too_long_no_case_is_run(monkeypatch):
-    monkeypatch.setattr(reward_code, "SECONDS", 0.5)
-    loops = "```python\nif input() == 'b':\n    while True: pass\nprint(1)\n```"
-    cases = {"inputs": ["a", "b", "a", "a"], "outputs": ["1"] * 4}
-    assert reward_code.compute_score("mine", loops, cases) == {"score": 0.25, "has_program": 1.0}
-    assert reward_code.compute_score("mine", "print(1)", cases) == {"score": 0.0, "has_program": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from configs.schema import ModelConfig
-from data.pretrained import load_tokenizer, template_terminator
 from examples.arithmetic import TASKS
 from scripts import smollm2, smollm2_model
 
@@ -148,18 +146,3 @@ def test_a_gguf_file_becomes_the_model_it_was_made_of(converted) -> None:
         model.model.embed_tokens.weight.copy_(found.model.embed_tokens.weight)
         ids = torch.arange(3, 40)[None]
         torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_its_tokenizer_splits_as_smollm2s_and_brings_the_template(converted) -> None:
-    _, folder = converted
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-    text = "he is 19  7, “it”"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer("he 19  7")["input_ids"])
-    assert pieces == ["he", "Ġ", "1", "9", "Ġ", "Ġ", "7"]
-    chat = [{"role": "user", "content": "1"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert (ids[0], ids.count(1), ids.count(2)) == (1, 2, 1)  # special tokens whole
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (SPECIALS[2], SPECIALS[2], SPECIALS[1])
-    assert template_terminator(tokenizer) == tokenizer.eos_token_id == 2
-    assert AutoTokenizer.from_pretrained(folder)("<|im_end|>")["input_ids"] == [2]

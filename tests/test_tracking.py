@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from configs.errors import ConfigError, notice
+from configs.errors import ConfigError
 from configs.schema import Config, TrainerConfig
 from data.files import read_metrics
 from data.types import Observer
 from tests.runs import files_of_at_most
 from training import tracking
-from training.metric_utils import timer
 from training.tracking import METRICS_FILE, Observers, observers_of
 
 ROOT = Path(__file__).parent.parent
@@ -325,20 +324,6 @@ track.observers.ended(None)
     assert status == 0 and output.count(HIDE_CURSOR) == output.count(SHOW_CURSOR) == 1
     assert re.search(r"validation for \d s.*step 1/10 .*step 1/10  generation for \d s", output, re.DOTALL)
     assert "reward for" not in output
-
-
-def test_a_log_is_told_of_a_stage_that_takes_long_once_it_is_silent(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tracking, "SILENT_SECONDS", 2.0)
-    monkeypatch.setattr(tracking, "PLAIN_LINE_SECONDS", 0.0)
-    with start(tmp_path, "console") as track:
-        with timer("testing", {}):
-            time.sleep(3.5)
-        with timer("gen", {}):
-            time.sleep(1.2)
-            notice("rank 1 is waited for")
-            time.sleep(1.2)
-        track.log(1, {"x": 1.0})
-    assert re.fullmatch(r"(step 0/10  validation for \d s\n)+step 1/10\n", capsys.readouterr().out)
 
 
 def test_a_run_that_only_validates_tells_of_it_too(tmp_path, capsys, monkeypatch):

@@ -133,10 +133,8 @@ def test_columns_of_other_names_and_a_single_response(tmp_path):
     ("rows", "overrides", "message"),
     [
         (ROWS, ["data.path=null"], "data.path is not set"),
-        (ROWS, ["data.path=none.jsonl"], "data.path=none.jsonl: there is no such file"),
         (ROWS, ["reward.custom_reward_function.path=null"], "nothing scores the responses: set reward.custom_reward"),
         (ROWS, ["data.response_key=answers"], "rows.jsonl, row 0: the responses (column data.response_key=answers)"),
-        ([{"prompt": "x", "responses": [3]}], [], "they must be a string or a list of strings"),
         ([{"prompt": "x", "responses": []}], [], "they must be a string or a list of strings"),
         (ROWS, ["reward.custom_reward_function.name=broken"], "raised KeyError: 'of the user'"),
         (ROWS, ["data.passscore=1"], "unknown key 'data.passscore'. Did you mean 'data.pass_score'"),

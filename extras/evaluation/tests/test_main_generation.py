@@ -134,36 +134,17 @@ def test_strings_can_be_chat(tmp_path, tiny_model):
     assert [*raw["responses"], *chat["responses"]] == slow_answers(tiny_model, texts)
 
 
-ECHO = """
-from workers.rollout import Completion, Rollout
-
-class Echo(Rollout):
-    def generate(self, requests):
-        said = {one.id: one.prompt_ids[:2] for one in requests}
-        return [Completion(number, ids, [0.0] * len(ids), "length", 0) for number, ids in said.items()]
-"""
-
-
-def test_an_engine_of_the_users_answers(tmp_path, tiny_model):
-    (tmp_path / "my_engine.py").write_text(ECHO)
-    found = generate(tmp_path, tiny_model, f"rollout.name={tmp_path}/my_engine.py")
-    assert [row["responses"] for row in found][::2] == [["ab"], ["an"], ["yx"]]
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.path=null"], "data.path is not set"),
         (["data.output_path=null"], "data.output_path is not set"),
         (["data.output_path={folder}/out.csv"], "its ending must be one of .jsonl, .parquet"),
         (["data.output_path={folder}/prompts.jsonl"], "exists already: name another file, or remove it"),
         (["data.n_samples=2", "rollout.do_sample=false"], "asks for 2 greedy responses to a prompt"),
         (["rollout.nnodes=1"], "rollout.nnodes is set, which only training reads"),
-        (["rollout.val_kwargs.n=2"], "rollout.val_kwargs.n is set, which only training reads"),
         (["data.max_prompt_length=4"], "the prompt has 10 tokens, more than data.max_prompt_length=4"),
         (["data.max_prompt_length=2040", "data.max_response_length=9"], "was made for 2048 positions"),
         (["data.response_key=data_source"], "have a column 'data_source' already"),
-        (["model.path={folder}/nowhere"], "model.path="),
         (["rollout.name=nothing"], "nothing"),
     ],
 )

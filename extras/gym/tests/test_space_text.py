@@ -53,13 +53,9 @@ def test_observations_of_every_space_are_written_out(space, observation, text):
         (0.123456, -1.0, 1.0, "0.123"),
         (-0.0001, -1.0, 1.0, "0.000"),  # no minus before nothing
         (0.0123456, -0.07, 0.07, "0.0123"),
-        (123.456, 0.0, 255.0, "123.5"),
-        (4321.9, 0.0, 10000.0, "4322"),
-        (0.0123456, -INF, INF, "0.0123"),
         (123456.7, -INF, INF, "123000"),
         (1e-9, -INF, 3.4e38, "0.000000001"),
         (INF, -INF, INF, "inf"),
-        (7, 0, 9, "7"),
     ],
 )
 def test_numbers_keep_a_thousandth_of_their_range_or_three_digits(value, low, high, text):
@@ -88,8 +84,6 @@ def test_images_are_refused_wherever_they_are():
         (spaces.Box(-1, 1, (1,)), "I steer 0.5", (0.5,)),
         (spaces.Box(-1, 1, (1,)), "not 0.25 but -.5.", (-0.5,)),  # the last one
         (spaces.Box(-1, 1, (1,)), "3", (1.0,)),  # beyond a bound counts as at it
-        (spaces.Box(-1, 1, (1,)), "-1e3", (-1.0,)),
-        (spaces.Box(-1, 1, (1,)), "left", None),
         (spaces.Box(-1, 1, (1,)), "nan inf x2", None),
         (spaces.Box(-INF, INF, (1,)), "1e999", None),
         (spaces.Box(-1, 1, (2,)), "0.5", None),  # one too few
@@ -97,8 +91,6 @@ def test_images_are_refused_wherever_they_are():
         (spaces.Box(0, 9, (1,), np.int64), "7.0", (7,)),
         (spaces.Box(0, 9, (1,), np.int64), "7.5", None),
         (spaces.MultiDiscrete([3, 4], start=[1, 0]), "3-3", (3, 3)),
-        (spaces.MultiDiscrete([3, 4], start=[1, 0]), "0 0", None),
-        (spaces.MultiBinary(2), "1, 0", (1, 0)),
         (spaces.MultiBinary(2), "1, 300", None),
         (CAR, "gas 0.5, steer 7, gear 2", ((0.5,), (1.0,), 2)),  # in the order of the instruction
         (spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2))), "2 0 1", (2, (0, 1))),
@@ -130,10 +122,8 @@ ACTIONS = [
         (-0.0001, -1.0, 1.0, "+0.000"),
         (7.0, 0.0, 255.0, "007.0"),
         (7, 0, 12, "07"),
-        (True, 0, 1, "1"),
         (-3, -10, 10, "-03"),
         (21.5, -INF, INF, "+0021.50"),
-        (0.0, -INF, INF, "+0000.00"),
         (-0.0003, -INF, INF, "-3.0e-04"),
         (123456.7, 0.0, INF, "+1.2e+05"),
         (INF, -INF, INF, "inf"),
@@ -182,11 +172,9 @@ def test_any_answer_is_read_or_is_no_action(space, text):
 @pytest.mark.parametrize(
     ("space", "instruction"),
     [
-        (spaces.Box(-2, 2, (1,)), "Answer with a number from -2 to 2."),
         (spaces.Box(-2, 2, (3,)), "Answer with 3 numbers from -2 to 2."),
         (spaces.Box(0, INF, (1,)), "Answer with a number from 0."),
         (spaces.MultiDiscrete([3, 4]), "Answer with 2 whole numbers: from 0 to 2, from 0 to 3."),
-        (spaces.MultiBinary(2), "Answer with 2 whole numbers from 0 to 1."),
         (CAR, "Answer with 3 numbers: gas from 0 to 1, steer from -1 to 1, gear from 1 to 5."),
     ],
     ids=str,

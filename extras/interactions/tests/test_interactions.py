@@ -13,7 +13,7 @@ from data.files import dump_jsonl
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
 from extras.http.http import RequestRefused
-from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
+from extras.interactions.base import load_interactions
 from extras.interactions.endpoint import EndpointInteraction
 from extras.tools.conversations import ToolEpisodes
 from extras.tools.tool_episode import ToolEpisode
@@ -125,15 +125,6 @@ def test_a_user_that_raises_or_hangs_is_the_episodes_failure(write):
 def test_a_yaml_that_cannot_be_used_says_where_and_why(write, text, words):
     with pytest.raises(ValueError, match=words):
         load_interactions(write("users.yaml", text))
-
-
-def test_a_row_names_who_speaks():
-    known = {"a": BaseInteraction({"name": "a"})}
-    assert interaction_of(known, {"interaction_kwargs": {"name": "a"}}) is known["a"]
-    with pytest.raises(ValueError, match=r"'name' key is required in interaction_kwargs: .* one of a"):
-        interaction_of(known, {})
-    with pytest.raises(ValueError, match=r"name is 'b'; .*interaction_config_path has a"):
-        interaction_of(known, {"extra_info": {"interaction_kwargs": {"name": "b"}}})
 
 
 def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:

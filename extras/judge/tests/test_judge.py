@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -157,24 +156,6 @@ def test_it_is_a_reward_function_whose_rows_without_a_grade_are_not_scored():
     assert isinstance(scores[2], NotScored) and scores[2].outcome == "error" and "no grade" in scores[2].reason
     with pytest.raises(ConfigError, match=r"judge .* needs base_url, and none of 1 rows has one"):
         manager(model="a").check({0: {"prompt": "1+1"}})
-
-
-def test_a_server_that_hangs_costs_its_row_and_no_other():
-    over = Event()
-
-    def rule(number: int, body: dict) -> Answer:
-        if "hang" in body["messages"][0]["content"]:
-            over.wait()
-        return says("Score: 5")
-
-    with answering(rule) as (url, asked):
-        try:
-            rows = {"prompts": ["1+1"] * 3, "responses": ["a", "hang", "b"]}
-            first, hung, last = manager(timeout=3.0, base_url=url)(DataProto.from_single_dict(rows))
-        finally:
-            over.set()
-        assert first["score"] == last["score"] == 0.5 and len(asked) == 3
-        assert isinstance(hung, NotScored) and hung.outcome == "timeout" and "reward.timeout=3" in hung.reason
 
 
 def test_our_own_server_is_a_judge(address: str, monkeypatch: pytest.MonkeyPatch):

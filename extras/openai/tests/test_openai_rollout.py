@@ -88,29 +88,21 @@ def test_an_aborted_request_is_hung_up(address: str, served: Served, tiny_model:
     assert not served.pump.clients
 
 
-def test_a_server_that_fails_each_time_is_named_with_its_status(tiny_model: Path, impatient: None):
+@pytest.mark.parametrize("answer", [(500, {"error": "out of memory"}), None], ids=["fails", "goes away"])
+def test_a_server_that_fails_each_time_or_goes_away_is_named(tiny_model: Path, impatient: None, answer: tuple | None):
     def complete(body: dict) -> tuple[int, dict]:
-        return (500, {"error": "out of memory"}) if body["max_tokens"] == PLAIN.max_tokens else sure(body)
+        if body["max_tokens"] != PLAIN.max_tokens:
+            return sure(body)
+        if answer is None:
+            raise ConnectionError  # in the thread that would answer: the connection is closed
+        return answer
 
+    said = "status 500: .*out of memory" if answer else "[Dd]isconnected"
     with scripted(complete) as url:
         engine = engine_for(url, tiny_model)
-        with pytest.raises(ServerError, match=rf"{url}/v1/completions failed 3 times, .*status 500: .*out of memory"):
+        with pytest.raises(ServerError, match=rf"{url}/v1/completions failed 3 times, .*{said}"):
             engine.generate([Request(row, [20], PLAIN, row) for row in range(4)])
         assert not engine.has_unfinished_requests()
-
-
-def test_a_server_that_goes_away_is_named(tiny_model: Path, impatient: None):
-    """A server goes away while it generates, then for good; either error names its address."""
-
-    def complete(body: dict) -> tuple[int, dict]:
-        if body["max_tokens"] == PLAIN.max_tokens:
-            raise ConnectionError  # in the thread that would answer: the connection is closed
-        return sure(body)
-
-    with scripted(complete) as url:
-        engine = engine_for(url, tiny_model)
-        with pytest.raises(ServerError, match=f"{url}/v1/completions failed 3 times, .*[Dd]isconnected"):
-            engine.generate([Request(0, [20], PLAIN, 0)])
     with pytest.raises(ServerError, match=f"{url}/v1/models failed 3 times, .*Connect.*Check that the server runs"):
         engine_for(url, tiny_model)
 

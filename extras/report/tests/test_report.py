@@ -101,17 +101,6 @@ def test_numbers_that_two_bytes_cannot_hold_and_those_that_are_none_are_kept(tmp
     assert np.isnan(sample["value"][1]) and [*sample["mask"]] == [0] * 3 + [2] * 2 + [1] * 25
 
 
-def test_an_episode_of_several_rows_keeps_each_prompt(tmp_path):
-    def change(record):
-        [row] = record["rows"]
-        record["rows"] = [row, row | {"prompt_texts": ["second"]}]
-
-    change_samples(run := write_run(tmp_path / "run", steps=1, samples=24), change)
-    packed = pack_samples(read_runs([run]), ALL)
-    (_, first), (prompt, second) = unpack(packed)[0]["detail"]["rows"]
-    assert (first, second) == (30, 30) and json.loads(inflate(packed["prompts"]))[prompt] == "second"
-
-
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_whole_groups_are_left_out_evenly_where_there_is_no_room(run, share):
     everything = pack_samples(read_runs([run]), ALL)
@@ -220,16 +209,6 @@ def test_the_state_says_how_a_run_ended(tmp_path, state):
         assert read_runs([path.parent])[0].state == state
 
 
-@pytest.mark.parametrize(
-    ("config", "said"), [({"trainer": {}}, ["There are no samples"]), ({"model": {"path": "a"}}, [])]
-)
-def test_samples_are_missed_where_a_run_draws_some(tmp_path, config, said):
-    run = write_run(tmp_path / "run", samples=0)
-    shutil.rmtree(run / "samples")
-    (run / "config.yaml").write_text(json.dumps(config))
-    assert [sentence.partition(":")[0] for sentence in read_runs([run])[0].missing] == said
-
-
 def test_a_dump_of_all_rollouts_goes_before_the_samples_but_not_that_of_an_earlier_run(tmp_path):
     run, dumps = write_run(tmp_path / "run", steps=2, rollout_data_dir=str(tmp_path / "dumps")), tmp_path / "dumps"
     dumps.mkdir()
@@ -251,11 +230,6 @@ def test_hostile_text_stays_data(tmp_path):
     scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
     assert len(scripts) == 3 and HOSTILE in json.loads(scripts[0])["metrics"]
     page.encode()  # no lone surrogate is left
-
-
-def test_the_command_writes_the_page_beside_the_first_run(run, tmp_path, capsys):
-    main([str(run)])
-    assert capsys.readouterr().out == f"{run / 'report.html'}\n" and (run / "report.html").stat().st_size > 900_000
 
 
 def test_a_folder_of_runs_is_all_of_them_and_one_without_a_run_is_left_out(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """Charts of a report, as Vega draws them: read off its scene graph, and as PNGs."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import vl_convert
 from PIL import Image
 
-from extras.report import charts
 from extras.report.charts import curve_rows, plot_metric, specs, write_png
 from tests.test_tracking import start
 from training.tracking import METRICS_FILE
@@ -77,17 +75,3 @@ def test_plot_of_an_unknown_metric_names_the_known_ones(tmp_path):
     for key in ("rewrad", "broken"):
         with pytest.raises(ValueError, match=rf"no numbers for '{key}'; plot one of \['broken', 'reward'\]"):
             plot_metric(tmp_path / METRICS_FILE, [key], tmp_path / "curve.png")
-
-
-def test_a_plot_says_what_it_shows(tmp_path, monkeypatch):
-    acc = "val-core/maze/acc/mean@1"
-    with start(tmp_path / "lake") as track:
-        for step in range(40):
-            track.log(step, {"critic/score/mean": step / 40} | ({acc: step / 50} if step % 10 == 0 else {}))
-    drawn = []
-    monkeypatch.setattr(charts, "write_png", lambda *arguments: drawn.append(arguments))
-    plot_metric(tmp_path / "lake" / METRICS_FILE, ["critic/score/mean", acc], tmp_path / "curve.png")
-    [(spec, rows, path)] = drawn
-    assert spec["title"] == "lake" and path == tmp_path / "curve.png"
-    assert {layer["encoding"]["y"]["title"] for layer in spec["layer"][:4]} == {"mean reward / success"}
-    assert Counter(row["series"] for row in rows) == {"training: mean reward": 40, "validation on maze: success": 4}

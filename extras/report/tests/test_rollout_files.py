@@ -10,7 +10,7 @@ from extras.report import summary
 from extras.report.observer import Report
 from extras.report.runs import read_run
 from extras.report.tests.records import assert_records_are_the_batch
-from tests.runs import compose, files_of_at_most, short_run
+from tests.runs import compose, short_run
 from tests.test_ray_trainer import GRPO, MINI, TOKENIZER, make_trainer
 from training.reward_function import FunctionReward
 
@@ -55,16 +55,6 @@ def test_samples_of_a_run_have_the_numbers_that_it_learnt_from(estimator, tmp_pa
         assert_records_are_the_batch(records, batch, TOKENIZER)
         computed = {"old_log_probs", "ref_log_prob", "advantages"} | ({"values"} if estimator == "gae" else set())
         assert computed <= records[0]["rows"][0].keys() and "loss_mask" not in records[0]["rows"][0]
-
-
-def test_a_full_disk_costs_rollouts_and_not_the_run(tmp_path, caplog):
-    trainer, _ = make_trainer(tmp_path, f"trainer.rollout_data_dir={tmp_path}/rollouts")
-    trainer.global_step = 1
-    batch, _ = trainer.step()
-    with files_of_at_most(100):
-        Report(trainer).dump(f"{tmp_path}/rollouts", 1, [batch])
-    assert f"{tmp_path}/rollouts/1.jsonl: not written, the disk is full" in caplog.text
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_the_stages_of_a_run_sum_up_to_its_time(tiny_model, tmp_path):

@@ -13,12 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from configs.schema import AlgorithmConfig, ScoringConfig
 from custom.tiny_model import build_tokenizer
 from data.files import dump_jsonl
-from data.padding import collate
 from data.protocol import DataProto
 from extras.evaluation import main_eval
 from extras.report.observer import SampleFiles, pick_groups, pick_prompts
 from extras.report.tests.records import assert_records_are_the_batch
-from extras.report.transcripts import BROKEN, OURS, TokenTexts, read_episodes, sample_rows, span_of_versions
+from extras.report.transcripts import BROKEN, OURS, TokenTexts, sample_rows, span_of_versions
 from extras.try_reward.__main__ import load_reward, read_views, score_rows
 from tests.batches import Turn, episode_batch, padded, random_groups
 from tests.runs import compose, files_of_at_most
@@ -186,14 +185,6 @@ def test_a_dump_is_scored_again_as_in_training(tmp_path):
     main_eval.main([*again, f"reward.custom_reward_function.path={tmp_path}/my_reward.py", "reward.in_process=true"])
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["sums"]["mean@1"] == sum(scores[:2]) / 2 and found["products"]["mean@1"] == sum(scores[2:]) / 2
-
-
-def test_a_dump_of_answers_gives_the_batch_back(tmp_path):
-    batch = scored_batch(tmp_path)
-    batch.batch["rollout_log_probs"] = torch.rand(batch.responses.shape) * batch.response_mask
-    dump_jsonl(tmp_path / "4.jsonl", sample_rows(batch, TINY, step=4))
-    again = collate([sample for [sample] in read_episodes(tmp_path / "4.jsonl")], 8, 20, TINY.pad_token_id)
-    assert all(torch.equal(column, batch.batch[name]) for name, column in again.tensors.items())
 
 
 # Which samples are kept

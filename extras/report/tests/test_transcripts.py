@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-import main
 from data.files import dump_jsonl
 from data.padding import collate, collate_turns
 from data.protocol import DataProto
 from extras.report import show_episodes
 from extras.report.transcripts import COMPUTED, read_episodes, read_records, sample_rows
 from tests.batches import Turn, episode_batch, random_groups
-from tests.runs import compose, learning_metrics, short_run
 from training.episode_rows import EpisodeRows
 
 HISTORIES = ("transcript", "turns")
@@ -123,25 +121,6 @@ def test_the_terminal_shows_turns_rewards_and_which_tokens_are_trained(tmp_path,
             show_episodes.main(arguments)
     said = capsys.readouterr().err
     assert "has 2 lines, counted from 0" in said and "there is no file" in said
-
-
-def test_a_run_on_episodes_logs_and_keeps_them(tiny_model, tmp_path):
-    overrides = ["env.mode=episode", "env.history=turns", "algorithm.adv_estimator=turn_gae"]
-    lengths = ["data.max_response_length=96", "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=2"]
-    files = [f"trainer.rollout_data_dir={tmp_path}/rollouts", "trainer.total_training_steps=1"]
-    main.run(compose(*short_run(tiny_model, tmp_path / "run", *overrides, *lengths, *files)))
-    metrics = learning_metrics(tmp_path / "run")[1]
-    episodes = read_episodes(tmp_path / "rollouts" / "1.jsonl")
-    assert len(episodes) == 4 * 2 and len({samples[0].extras["uid"] for samples in episodes}) == 4
-    turns = [max(samples[-1].turns) + 1 for samples in episodes]
-    assert [len(samples) for samples in episodes] == turns
-    assert metrics["episode/FrozenLake-v1/num_turns/mean"] == metrics["num_turns/mean"] == np.mean(turns) > 1
-    said = sum(sum(sample.policy_mask) for samples in episodes for sample in samples)
-    assert metrics["episode/tokens/policy/mean"] == said / 8
-    returns = [sum(sum(sample.rewards) for sample in samples) for samples in episodes]
-    assert metrics["critic/score/mean"] == pytest.approx(np.mean(returns))
-    seeds = [samples[0].extras["reset_seed"] for samples in episodes]
-    assert seeds[::2] == seeds[1::2] and len({*seeds}) == 4
 
 
 def test_samples_are_printed_as_they_are(capsys):

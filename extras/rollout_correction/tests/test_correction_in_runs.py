@@ -67,6 +67,7 @@ REFUSED = [
     ([f"{REJECT}=seq_k9"], "rollout_rs is 'seq_k9', but must be one or more of token_k1"),
     ([f"{REJECT}=token_k1"], "rollout_rs is 'token_k1' but rollout_rs_threshold is null: set how far"),
     ([f"{REJECT}='token_k1,token_k2'", f"{REJECT}_threshold='1.0,2.0,3.0'"], "has 3 entries, .* names 2 options"),
+    ([f"{REJECT}=token_k1", f"{REJECT}_threshold=0.5"], "which means the band from 2 to 0.5: give an upper bound of"),
     ([f"{REJECT}=token_k2", f"{REJECT}_threshold='0.5_2.0'"], "a statistic that starts at 0"),
     ([f"{CORRECTION}=bypass_pg_is", f"{LOSS}.loss_mode=gspo"], "bypass_mode=true brings .*loss_mode=gspo"),
     ([f"{LOSS}.loss_mode=bypass_mode"], rf"chosen by {CORRECTION}.bypass_mode=true: set that"),

@@ -244,17 +244,6 @@ def test_tasks_that_wait_for_a_program_that_plays_one_by_one_have_time(tmp_path:
     assert set(batch.end_reason) == {"terminated"}, batch.failure
 
 
-def test_sixty_four_programs_at_once(tmp_path: Path):
-    program = command(tmp_path, """
-        row = json.loads(sys.stdin.readline())
-        index = row["extra_info"]["index"]
-        print(ask(row, [{"role": "user", "content": f"{index}="}])["content"])
-    """, LIGHT)  # fmt: skip
-    batch = play(settings(program), prompts(64), answer=lambda text, times: text.rstrip("=").removeprefix("user"))
-    assert set(batch.failure) == {None}
-    assert batch.non_tensor_batch["__reward_score__"].tolist() == [*range(64)]
-
-
 ENDS = {  # what a program does: how its episode ends, and words of the reason
     "exits": ("sys.exit('out of luck')", "env_error", "exit code 1; its last lines: out of luck"),
     "killed": ("os.kill(os.getpid(), 9)", "env_error", "signal SIGKILL"),

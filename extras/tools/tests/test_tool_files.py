@@ -31,44 +31,6 @@ from training.reward_function import FunctionReward
 
 CALCULATOR = "{class_name: extras.tools.calculator.Calculator}"
 NAMED = "{class_name: data.tools.BaseTool, name: f,"
-SHOUT = """
-    tools:
-      - class_name: extras.tools.tests.test_tools.Shout
-        config: {type: native}
-        tool_schema:
-          type: function
-          function:
-            name: shout
-            description: Shouts.
-            parameters: {type: object, properties: {text: {type: string}}, required: [text]}
-"""
-
-
-def test_tools_of_both_files(write):
-    tools = load(write("tools.yaml", SHOUT), write("functions.py", FUNCTIONS.format(mark="@function_tool")))
-    assert [*tools] == ["shout", "double"]
-    box = toolbox(*tools.values())
-    assert respond(box, called("shout", text="hey")).messages[0]["content"] == "HEY!"
-    assert respond(box, called("double", x=4)).messages[0]["content"] == "8"
-
-
-def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
-    write("functions.py", FUNCTIONS.format(mark=""))
-    yaml = write(
-        "tools.yaml",
-        f"""
-        tools:
-          - function: {tmp_path}/functions.py:double
-            name: twice
-          - class_name: extras.tools.tests.test_tools.Shout
-            name: cry
-            description: Cries.
-            parameters: {{type: object, properties: {{text: {{type: string}}}}}}
-        """,
-    )
-    assert [*load(yaml, None)] == ["twice", "cry"]
-
-
 GUIDES = """
     tools:
       - name: add

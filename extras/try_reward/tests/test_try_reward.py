@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from configs.schema import ScoringConfig
 from extras.rules import math_dapo, math_reward
 from extras.rules import search_r1_like_qa_em as questions
 from extras.rules.default import default_compute_score
-from extras.try_reward.__main__ import Finding, Outcome, audit, load_reward, main, read_views, score_rows
+from extras.try_reward.__main__ import Finding, audit, main, read_views, score_rows
 from tests.forked import python
 from training.reward_function import FunctionReward
 
@@ -123,50 +122,6 @@ def test_a_constant_that_is_right_for_a_row_is_not_held_against_it():
     assert not warned(exact, data)
 
 
-@pytest.mark.parametrize(
-    ("result", "outcome"),
-    [
-        ("1", Outcome("ok", 1.0)),
-        ("{'score': 0.5, 'n': 2}", Outcome("ok", 0.5, {"n": 2})),
-        ("__import__('numpy').float32(0.5)", Outcome("ok", 0.5)),
-        ("__import__('numpy').zeros(2)", "it returned [0.0, 0.0]: a score is a number, or a dict with it as 'score'"),
-        ("'1'", "it returned '1': a score is a number, or a dict with it as 'score'"),
-        ("float('nan')", "it returned nan: a score is a finite number below 1e+18"),
-        ("{'score': 1.0, 'seen': {1, 2}}", "TypeError: it returned {1, 2}: a score is a number, or a dict"),
-    ],
-)
-def test_a_result_is_judged_as_in_training(write: Callable[[str, str], str], result: str, outcome: Outcome | str):
-    path = write("returns.py", f"def f(response): return {result}")
-    [found] = score_rows([{"responses": ""}], load_reward(path, "f", ROOMY))
-    if isinstance(outcome, str):
-        assert found.status == "error" and found.reason.startswith(outcome), found.reason
-    else:
-        assert replace(found, seconds=0.0) == outcome
-
-
-HOSTILE = """
-    import os
-
-    def hostile(solution_str, ground_truth):
-        while solution_str == "hang":
-            pass
-        if solution_str == "die":
-            os._exit(3)
-        if solution_str == "raise":
-            raise SystemExit("gone")
-        return 1.0
-"""
-
-
-def test_a_response_that_cannot_be_scored_costs_no_other(write: Callable[[str, str], str]):
-    data = [{"responses": said, "ground_truths": "", "prompts": ""} for said in ("a", "hang", "die", "raise", "b")]
-    config = replace(ROOMY, timeout=3.0)
-    outcomes = score_rows(data, load_reward(write("hostile.py", HOSTILE), "hostile", config))
-    assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "error", "error", "ok"]
-    assert outcomes[1].reason == "it was not done after reward.timeout=3 seconds"
-    assert outcomes[2].reason == "its process ended with exit code 3" and "SystemExit: gone" in outcomes[3].reason
-
-
 CHAT = [{"role": "user", "content": "3 + 9?"}]
 ROWS = [
     {"prompt": CHAT, "reward_model": {"ground_truth": "12"}, "responses": ["12", "13"]},
@@ -182,13 +137,6 @@ def test_rows_of_all_kinds_are_read(write: Callable[[str, str], str]):
     for row in ('{"prompt": "p"}', '{"prompt": "p", "responses": []}'):
         with pytest.raises(ValueError, match=r"rows.jsonl, row 0 has no response to score"):
             read_views(write("rows.jsonl", row), needs_response=True)
-
-
-def test_a_function_is_found_by_its_usual_names(write: Callable[[str, str], str]):
-    path = write("mine.py", "def compute_reward(prompt, response, ground_truth): return 1.0")
-    assert load_reward(path, None, ROOMY).function.__name__ == "compute_reward"
-    with pytest.raises(AttributeError, match="has no 'other'; it has compute_reward"):
-        load_reward(path, "other", ROOMY)
 
 
 def test_the_command_prints_a_table(write: Callable[[str, str], str], tmp_path: Path):

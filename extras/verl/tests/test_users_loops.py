@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from time import sleep
@@ -294,19 +293,6 @@ def test_settings_of_a_request_are_those_of_the_run_but_for_what_is_asked():
     greedy = SamplingParams(False, 1.0, -1, 1.0, 8)
     assert not sampling_of({"temperature": 0.0}, greedy).do_sample and not sampling_of({}, greedy).do_sample
     assert sampling_of({"temperature": 0.7, "stop_token_ids": [2]}, greedy).stop_token_ids == (2,)
-
-
-def test_an_episode_whose_last_request_the_engine_aborts_is_left_out():
-    class Aborting(Scripted):
-        def completion(self, request: Any) -> Completion:
-            done = super().completion(request)
-            return replace(done, finish_reason="aborted")
-
-    register("looker")(Looker)
-    config = settings()
-    loop = AgentLoop(config, TOKENIZER, Aborting(config, TOKENIZER, lambda text, times: "12"), None)
-    batch = loop.generate_sequences(prompts("looker"), SAMPLED, seed=7, first_row=0)
-    assert batch.end_reason.tolist() == ["aborted"] and not batch.response_mask.any()
 
 
 def test_a_request_that_a_loop_cancels_at_its_end_does_not_stay_in_the_engine():
