@@ -1,25 +1,16 @@
 """Holds rows as verl's data sets read them, in place of `datasets.Dataset`, as that package is optional."""
 
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from data.rows import Origin, standard_names
+from data.rows import Entry, Origin, rows_of
 from data.types import Row
 
 # Options of the methods of `datasets.Dataset` that change no rows.
 WITHOUT_EFFECT = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "writer_batch_size", "batch_size"}
-
-
-class Entry(NamedTuple):
-    """A row of a table: its place, its columns and, once it is measured, its prompt's tokens (int32)."""
-
-    origin: Origin
-    columns: Row
-    prompt_ids: np.ndarray | None = None
 
 
 class Table:
@@ -35,19 +26,9 @@ class Table:
     @classmethod
     def of(cls, value: Any, name: str) -> "Table":
         """Makes a table of one, of a `datasets.Dataset`, a data frame or rows; `name` is that of the data set."""
-        match value:
-            case Table():
-                return value
-            case object(to_list=to_list):
-                rows = to_list()
-            case object(to_dict=to_dict):
-                rows = to_dict("records")
-            case _:
-                rows = [*value]
-        if not all(isinstance(row, Mapping) for row in rows):
-            kinds = "a datasets.Dataset, a data frame, or rows as dictionaries"
-            raise ValueError(f"{name}: self.dataframe is {reprlib.repr(value)}; it must be {kinds}.")
-        return cls(Entry(Origin(name, index), standard_names(row)) for index, row in enumerate(rows))
+        if isinstance(value, Table):
+            return value
+        return cls(Entry(Origin(name, index), row) for index, row in enumerate(rows_of(value, name)))
 
     @property
     def rows(self) -> list[Row]:
