@@ -135,8 +135,8 @@ TABLE: dict[str, dict[str, str]] = {
     "dataset": {
         "files": "data.rl_dataset:RLHFDataset",
         "datagen": "extras.datagen.dataset:DynamicGenDataset",
-        "verl": "extras.verl.dataset:RLHFDataset",  # of classes that define verl's hooks
-        "table": "extras.verl.table:Table",
+        "verl": "extras.verl.hooks:RLHFDataset",  # of classes that define verl's hooks
+        "table": "extras.verl.hooks:Table",
     },
     "format": {  # of calls, beside those of data/tool_parsers.py
         "plain": "extras.tools.formats:PlainParser",

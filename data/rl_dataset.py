@@ -75,7 +75,7 @@ class RLHFDataset(Dataset):
     index: extra_info["index"], or the position in this dataset.
 
     One whose prompts are not in files passes `data_files=None`, defines `__len__`, and returns
-    `self.make_row({data.prompt_key: prompt, …}, i)` from `__getitem__(i)`. extras/verl/dataset.py calls verl's hooks.
+    `self.make_row({data.prompt_key: prompt, …}, i)` from `__getitem__(i)`. extras/verl/hooks.py calls verl's hooks.
 
     Args:
         data_files: one path or several (see `read_rows`); None: no rows are read.

@@ -9,7 +9,7 @@ from configs.import_utils import load_module
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import make_env
 from data import rl_dataset
-from extras.verl.dataset import RLHFDataset
+from extras.verl.hooks import RLHFDataset
 from tests.test_chat import tokenizer_with
 from tests.test_rl_dataset import QUESTION, TEMPLATE, text, write
 
