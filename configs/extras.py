@@ -132,7 +132,12 @@ TABLE: dict[str, dict[str, str]] = {
         "verifiers": "extras.verifiers.bridge:read_rows",
     },
     "sampler": {"source_weights": "extras.curriculum.curriculum:MixtureSampler"},  # by the setting of data
-    "dataset": {"files": "data.rl_dataset:RLHFDataset", "datagen": "extras.datagen.dataset:DynamicGenDataset"},
+    "dataset": {
+        "files": "data.rl_dataset:RLHFDataset",
+        "datagen": "extras.datagen.dataset:DynamicGenDataset",
+        "verl": "extras.verl.hooks:RLHFDataset",  # of classes that define verl's hooks
+        "table": "extras.verl.hooks:Table",
+    },
     "format": {  # of calls, beside those of data/tool_parsers.py
         "plain": "extras.tools.formats:PlainParser",
         "llama3": "extras.tools.formats:Llama3Parser",

@@ -5,9 +5,7 @@ loads. A row keeps all its columns, so that rewards and environments see what th
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,10 @@ from rich.progress import track
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import notice_once
-from configs.extras import find
-from configs.import_utils import accepts, bind, load_subclass
+from configs.errors import ConfigError
+from configs.extras import absence, find, has
+from configs.import_utils import bind, load_subclass
 from configs.schema import DataConfig
-from configs.settings import Readable
 from data.chat import Prompt, encode_prompt, parse_prompt
 from data.padding import media_of
 from data.protocol import object_array
@@ -31,6 +28,7 @@ from data.rows import (
     BadRow,
     BadRows,
     Encoded,
+    Entry,
     Origin,
     check_is_read,
     files_key,
@@ -41,21 +39,14 @@ from data.rows import (
     read_rows,
     with_labels,
 )
-from data.table import Entry, Table
 from data.types import Row, check_text
 
 logger = logging.getLogger(__name__)
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done too fast for a bar
-VERLS_ATTRIBUTES = {  # of RLHFDataset: the default where the data section has no such key
-    "cache_dir": "~/.cache/verl/rlhf", "image_key": "images", "video_key": "videos", "image_patch_size": 14,
-    "return_raw_chat": False, "return_full_prompt": False, "tool_config_path": None, "tool_schemas": None,
-    "num_workers": 1, "use_shm": False, "chat_template_func": None, "need_tools_kwargs": False, "filter_prompts": True,
-    "serialize_dataset": False, "return_multi_modal_inputs": True, "shuffle": None, "seed": None,
-}  # fmt: skip
-UNCALLED = {  # hooks of verl's RLHFDataset: the reason
-    **dict.fromkeys(("process_vision_info", "process_multi_modal_info"), "extras/images reads images"),
-    "resume_dataset_state": "a resumed run reads the files anew, then state_dict and load_state_dict of a dataset",
-}
+HOOKS_OF_VERL = frozenset((  # methods of verl's RLHFDataset that its subclasses define
+    "_download", "_read_files_and_tokenize", "maybe_filter_out_long_prompts", "_build_messages",
+    "process_vision_info", "process_multi_modal_info", "resume_dataset_state",
+))  # fmt: skip
 
 
 class OverlongPrompt(ValueError):
@@ -83,21 +74,17 @@ class RLHFDataset(Dataset):
     data_source: the column data.reward_fn_key, else the name of its file, or "unknown"; extra_info: the column, or {};
     index: extra_info["index"], or the position in this dataset.
 
-    A subclass may define verl's hooks, which are called in verl's order: `_download()`, which brings `data_files` here;
-    `_read_files_and_tokenize()`, which sets `dataframe` and calls `maybe_filter_out_long_prompts(dataframe)`; then
-    `_build_messages(row)` for each row, when it is measured and when it is given out. All prompts are measured at the
-    end, whichever hooks there are. One whose prompts are not in files passes `data_files=None`, defines `__len__`, and
-    returns `self.make_row({data.prompt_key: prompt, …}, i)` from `__getitem__(i)`.
+    One whose prompts are not in files passes `data_files=None`, defines `__len__`, and returns
+    `self.make_row({data.prompt_key: prompt, …}, i)` from `__getitem__(i)`. extras/verl/hooks.py calls verl's hooks.
 
     Args:
         data_files: one path or several (see `read_rows`); None: no rows are read.
         tokenizer: None: rows have no tokens until `settle`, and none are read from files.
-        config: the data section; keys of verl's that it lacks are read as verl's defaults.
+        config: the data section; a mapping, as verl has it, is read by extras/verl.
         processor: kept for subclasses; not used here.
         max_samples: use at most so many rows, drawn by data.seed if data.shuffle, else the first; -1: all.
 
     Attributes:
-        dataframe: the rows, as hooks see them; a `datasets.Dataset`, a data frame or a list of rows may be assigned.
         rows, prompt_ids: those that are used, and their prompts' tokens (int32: a ninth of what lists take).
         is_settled: whether it has a tokenizer and a data section; a run settles one that lacks either.
 
@@ -105,7 +92,16 @@ class RLHFDataset(Dataset):
         FileNotFoundError, ValueError: names file, row and remedy, for whatever makes rows unusable.
     """
 
-    is_settled, tokenizer = False, None  # also of a class whose __init__ does not call this one
+    is_settled, calls_hooks, tokenizer = False, False, None  # also of a class whose __init__ does not call this one
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Makes a class that defines hooks of verl's a subclass of extras/verl's, as this one calls none."""
+        super().__init_subclass__(**options)
+        hooks = ", ".join(sorted(HOOKS_OF_VERL.intersection(dir(cls))))
+        if hooks and not cls.calls_hooks:
+            if not has("dataset", "verl"):
+                raise ConfigError(f"{cls.__name__} defines {hooks}, which verl's RLHFDataset calls: {absence('verl')}")
+            find("dataset", "verl").become_base(cls)
 
     def __init__(
         self,
@@ -115,16 +111,13 @@ class RLHFDataset(Dataset):
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        for hook in sorted(UNCALLED.keys() & {*dir(type(self))}):
-            notice_once(f"{type(self).__name__}.{hook} is not called here: {UNCALLED[hook]}.")
         self.processor, self.max_samples = processor, max_samples
         RLHFDataset.settle(self, tokenizer, config)
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files or [])
-        self.original_data_files = list(self.data_files)
         self.num_filtered = 0
         self.unread: list[BadRow] = []
         self.unusable: list[str] = []  # what is wrong with rows that were left out
-        self._table, self._is_measured = Table(), True
+        self.entries: list[Entry] = []
         if data_files is not None:
             if tokenizer is None:
                 raise ValueError(f"{type(self).__name__}: rows of files are tokenised at once, so give a tokenizer.")
@@ -132,35 +125,32 @@ class RLHFDataset(Dataset):
 
     def settle(self, tokenizer: PreTrainedTokenizerBase | None, config: DataConfig | Mapping[str, Any] | None) -> None:
         """Takes the tokenizer and the data section by which rows are made."""
+        config = find("dataset", "verl").as_data_config(config) if isinstance(config, Mapping) else config
         self.is_settled = tokenizer is not None and config is not None
-        self.tokenizer, self.config = tokenizer, as_data_config(config)
+        self.tokenizer, self.config = tokenizer, config or DataConfig()
         self.images = tokenizer and vars(tokenizer).get("images")  # who reads them; None: the model reads text alone
         self.prompt_key, self.max_prompt_length = self.config.prompt_key, self.config.max_prompt_length
         self.filter_overlong_prompts, self.truncation = self.config.filter_overlong_prompts, self.config.truncation
         self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
-        vars(self).update({name: self.config.get(name, default) for name, default in VERLS_ATTRIBUTES.items()})
+        self.image_key = self.config.get("image_key", "images")
 
     @property
-    def dataframe(self) -> Table:
-        return self._table
-
-    @dataframe.setter
-    def dataframe(self, value: Any) -> None:
-        self._table, self._is_measured = Table.of(value, type(self).__name__), False
+    def dataframe(self) -> Any:
+        return find("dataset", "table", f"{type(self).__name__}.dataframe")(self.entries)
 
     @property
     def rows(self) -> list[Row]:
-        return self._measured().rows
+        return [entry.columns for entry in self.entries]
 
     @property
     def prompt_ids(self) -> list[np.ndarray]:
-        return [entry.prompt_ids for entry in self._measured().entries]
+        return [entry.prompt_ids for entry in self.entries]
 
     def __len__(self) -> int:
-        return len(self._measured())
+        return len(self.entries)
 
     def __getitem__(self, position: int) -> Row:
-        entry = self._measured().entries[position]
+        entry = self.entries[position]
         row = self.make_row(entry.columns, position, entry.prompt_ids.tolist())
         if gives_rows_as_they_are(self):
             return row
@@ -202,32 +192,8 @@ class RLHFDataset(Dataset):
         }
 
     def _messages(self, columns: Row, is_made: bool = False) -> Prompt:
-        """Returns a row's prompt as the hook builds it; as it is, where the row `is_made` and has it."""
-        if is_made:
-            return parse_prompt(columns["raw_prompt"])
-        if type(self)._build_messages is RLHFDataset._build_messages:
-            return self._build_messages(columns)
-        key = {"key": self.prompt_key} if accepts(self._build_messages, "key") else {}
-        return parse_prompt(self._build_messages(deepcopy(columns), **key))
-
-    def _build_messages(self, example: Row, key: str | None = None) -> Prompt:
-        """Returns the prompt of a row of the files. A hook of verl's."""
-        value = example.get(key or self.prompt_key)
-        return parse_prompt(example.get("raw_prompt") if value is None else value)
-
-    def _download(self, use_origin_parquet: bool = False) -> None:
-        """Brings the files here, and writes their paths over `data_files`. A hook of verl's; here they are local."""
-
-    def _read_files_and_tokenize(self) -> None:
-        """Sets `dataframe` to the rows of `data_files`. A hook of verl's."""
-        key = files_key(self.original_data_files, self.config)
-        rows = [Entry(*row) for row in read_rows(self.data_files, self.unread, key)]
-        self.dataframe = Table(rows[index] for index in self._sampled(len(rows)))
-        self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
-
-    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Table:
-        """Returns the rows whose prompts are not too long, with data.filter_overlong_prompts. A hook of verl's."""
-        return self._measure(Table.of(self.dataframe if dataframe is None else dataframe, type(self).__name__))
+        value = None if is_made else columns.get(self.prompt_key)
+        return parse_prompt(columns.get("raw_prompt") if value is None else value)
 
     def _sampled(self, total: int) -> Iterable[int]:
         if self.max_samples == 0:
@@ -239,26 +205,24 @@ class RLHFDataset(Dataset):
         return np.random.default_rng(self.config.seed or 0).choice(total, self.max_samples, replace=False)
 
     def _load(self, data_files: Any) -> None:
-        """Calls the hooks, and reports on the rows."""
-        self._download()
-        self._read_files_and_tokenize()
+        """Reads and measures the rows, and reports on them."""
+        rows = read_rows(self.data_files, self.unread, files_key(self.data_files, self.config))
+        self.entries = self._measure([Entry(*rows[index]) for index in self._sampled(len(rows))])
+        self._report(data_files)
+
+    def _report(self, data_files: Any) -> None:
         lengths = [len(ids) for ids in self.prompt_ids]
         if not lengths:
-            raise ValueError(f"{type(self).__name__}: _read_files_and_tokenize left no rows in self.dataframe.")
+            raise ValueError(f"{type(self).__name__}: no rows are left of {data_files}.")
         description = f"prompts of {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} tokens"
         print_report(data_files, len(lengths), description, self.unusable, self.num_filtered)
 
-    def _measured(self) -> Table:
-        if not self._is_measured:
-            self._table, self._is_measured = self._measure(self._table), True
-        return self._table
-
-    def _measure(self, table: Table) -> Table:
-        """Returns `table` with the tokens of all prompts, and without unusable rows and too long prompts."""
+    def _measure(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Returns `entries` with the tokens of all prompts, and without unusable rows and too long prompts."""
         unread, self.unread = self.unread, []
-        total = sum(entry.prompt_ids is None for entry in table.entries) + len(unread)
+        total = sum(entry.prompt_ids is None for entry in entries) + len(unread)
         bad, overlong, measured = BadRows(total, self.config.max_bad_fraction, unread), [], []
-        for entry in track(table.entries, "tokenising prompts", disable=total < PROGRESS_BAR_FROM):
+        for entry in track(entries, "tokenising prompts", disable=total < PROGRESS_BAR_FROM):
             try:
                 measured.append(self._read(entry) if entry.prompt_ids is None else entry)
             except OverlongPrompt as error:
@@ -272,7 +236,7 @@ class RLHFDataset(Dataset):
             report_overlong(overlong, total - len(bad.errors), self.max_prompt_length)
         self.num_filtered += len(overlong)
         self.unusable += bad.describe()
-        return Table(measured)
+        return measured
 
     def _read(self, entry: Entry) -> Entry:
         """Returns a row with its labels and the tokens of its prompt; raises OverlongPrompt for too many."""
@@ -309,15 +273,6 @@ class RLHFDataset(Dataset):
         if self.truncation == "error" or media_of(ids):
             raise OverlongPrompt(origin, len(ids), limit)
         return truncate(ids, limit, self.truncation)
-
-
-def as_data_config(config: DataConfig | Mapping[str, Any] | None) -> DataConfig:
-    """Makes a data section of verl's mapping, with keys that are none of ours in `extras`."""
-    if config is None or isinstance(config, Readable):
-        return DataConfig() if config is None else config
-    ours = {item.name for item in fields(DataConfig)}
-    known = {name: value for name, value in config.items() if name in ours}
-    return DataConfig(**known, extras={name: value for name, value in config.items() if name not in ours})
 
 
 def gives_rows_as_they_are(dataset: Dataset) -> bool:

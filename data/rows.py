@@ -77,6 +77,29 @@ class BadRow(ValueError):
 Found = tuple[Origin, Row | BadRow]
 
 
+class Entry(NamedTuple):
+    """A row of a data set: its place, its columns and, once it is measured, its prompt's tokens (int32)."""
+
+    origin: Origin
+    columns: Row
+    prompt_ids: np.ndarray | None = None
+
+
+def rows_of(value: Any, name: str) -> list[Row]:
+    """Lists the rows of a `datasets.Dataset`, a data frame or rows; `name` is what messages call them."""
+    match value:
+        case object(to_list=to_list):
+            rows = to_list()
+        case object(to_dict=to_dict):
+            rows = to_dict("records")
+        case _:
+            rows = [*value]
+    if not all(isinstance(row, Mapping) for row in rows):
+        kinds = "a datasets.Dataset, a data frame, or rows as dictionaries"
+        raise ValueError(f"{name}: self.dataframe is {reprlib.repr(value)}; it must be {kinds}.")
+    return [standard_names(row) for row in rows]
+
+
 def read_rows(
     data_files: str | Path | Iterable[str | Path], bad: list[BadRow] | None = None, key: str = ""
 ) -> list[tuple[Origin, Row]]:

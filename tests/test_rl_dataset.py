@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 import main
-from configs import errors
+from configs import errors, extras
 from configs.errors import ConfigError
 from configs.schema import DataConfig, DatasetClassConfig, RolloutConfig
 from data.chat import encode_prompt
@@ -427,26 +427,6 @@ def test_rows_that_change_by_the_step_are_not_measured(tokenizer):
     assert not overlong_rows(Changing(), tokenizer, DataConfig(max_prompt_length=5))
 
 
-def test_arguments_have_verls_order(tmp_path, tokenizer):
-    path, config = write(tmp_path / "rows.jsonl", [{"prompt": "abcd"}]), {"max_prompt_length": 3, "truncation": "left"}
-    rows = RLHFDataset(path, tokenizer, config | {"filter_overlong_prompts": False, "mine": 1}, None, 1)
-    assert (rows.max_prompt_length, rows.config.mine, rows.image_key) == (3, 1, "images")
-    assert text(tokenizer, rows[0]["raw_prompt_ids"]) == "bcd"
-
-
-def test_a_hook_may_change_the_row_that_it_is_given_and_one_that_is_not_called_is_named(tmp_path, tokenizer, capsys):
-    class Popping(RLHFDataset):  # as verl's own
-        def _build_messages(self, example, key=None):
-            return [{**message, "content": message["content"] + "!"} for message in example.pop(key)]
-
-        def process_vision_info(self, messages): ...
-
-    rows = Popping(write(tmp_path / "rows.jsonl", [{"prompt": QUESTION}]), tokenizer)
-    assert [rows[0]["raw_prompt"][-1]["content"] for _ in range(2)] == [QUESTION[-1]["content"] + "!"] * 2
-    assert rows.rows[0]["prompt"] == QUESTION
-    assert "Popping.process_vision_info is not called here: extras/images reads images." in capsys.readouterr().err
-
-
 def test_a_prompt_that_a_subclass_changes_or_encodes_is_the_one_that_is_shown(tmp_path, tokenizer):
     class Changed(RLHFDataset):
         def __getitem__(self, i):
@@ -467,29 +447,23 @@ def test_a_prompt_that_a_subclass_changes_or_encodes_is_the_one_that_is_shown(tm
     assert rows[3]["tools_kwargs"] == rows[3]["interaction_kwargs"] == {}
 
 
-def test_the_frame_of_rows_does_as_verls_data_sets_do_and_may_be_exchanged(tmp_path, tokenizer):
-    levels = [3, 1, 2]
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "x" * level, "level": level} for level in levels])
-    rows = dataset(path, tokenizer, max_prompt_length=4)
-    frame = rows.dataframe
-    assert frame["level"] == levels and frame[:2]["level"] == [3, 1] and frame.num_rows == len(frame) == 3
-    frame[0]["level"] = 9
-    assert frame.to_list()[0]["level"] == 3, "what is read is a copy"
-    frame = frame.filter(lambda row: row["level"] > 1, num_proc=2).select([1, 0])
-    assert frame["level"] == [2, 3] and {*map(str, (frame.shuffle(seed)["level"] for seed in range(9)))} == {
-        "[2, 3]",
-        "[3, 2]",
-    }
-    longer = frame.map(lambda row, k: {"prompt": row["prompt"] * k}, remove_columns=["level"], fn_kwargs={"k": 2})
-    assert "level" not in longer.column_names
-    for new, prompts in ((frame, ["xx", "xxx"]), (longer, ["xxxx"]), (pd.DataFrame({"prompt": ["b"]}), ["b"])):
-        rows.dataframe = new
-        assert [row["raw_prompt"] for row in rows] == prompts and len(rows) == len(prompts)
-    assert rows.num_filtered == 1, "the longer of two, measured anew"
-    with pytest.raises(ValueError, match=r"self.dataframe.map: batched is left out here"):
-        frame.map(len, batched=True)
-    with pytest.raises(ValueError, match=r"RLHFDataset: self.dataframe is .*; it must be a datasets.Dataset"):
-        rows.dataframe = [1]
+@pytest.fixture
+def no_verl(monkeypatch):
+    """A copy without extras/verl."""
+    is_here = extras.is_here
+    monkeypatch.setattr(extras, "is_here", lambda module: not module.startswith("extras.verl") and is_here(module))
+
+
+def test_without_verls_extra_what_it_has_of_a_data_set_is_refused_by_name(of_rows, tokenizer, no_verl):
+    with pytest.raises(ConfigError, match=r"Mine defines _build_messages, which verl's RLHFDataset calls: verl is not"):
+
+        class Mine(RLHFDataset):
+            def _build_messages(self, example): ...
+
+    with pytest.raises(ConfigError, match=r"RLHFDataset\.dataframe=table: verl is not in this copy"):
+        _ = of_rows([{"prompt": "a"}]).dataframe
+    with pytest.raises(ConfigError, match="verl is not in this copy"):
+        RLHFDataset(None, tokenizer, {"max_prompt_length": 3})
 
 
 # Validation apart from training

@@ -13,8 +13,7 @@ from configs.import_utils import bind, load_subclass
 from configs.settings import Readable
 from data.protocol import DataProto
 from data.rl_dataset import OverlongPrompt, RLHFDataset
-from data.rows import Origin
-from data.table import Entry, Table
+from data.rows import Entry, Origin, rows_of
 from data.types import Row
 
 
@@ -60,9 +59,9 @@ class DynamicGenDataset(RLHFDataset):
 
     def add(self, rows: Any) -> None:
         """Adds `rows`, which count from the first that was made; what some lack of the columns of others is None."""
-        table, name = self._measured(), self.config.datagen.name
-        for row in Table.of(rows, name).rows:
-            known, origin = (table.entries[0].columns if len(table) else {}), Origin(name, len(self.made))
+        entries, name = self.entries, self.config.datagen.name
+        for row in rows_of(rows, name):
+            known, origin = (entries[0].columns if entries else {}), Origin(name, len(self.made))
             entry = Entry(origin, dict.fromkeys(known) | row)
             self.made.append(row)
             try:
@@ -72,9 +71,9 @@ class DynamicGenDataset(RLHFDataset):
                     raise
                 self.num_filtered += 1
                 continue
-            for old in table.rows:
+            for old in self.rows:
                 old |= dict.fromkeys(entry.columns.keys() - known.keys())
-            table.entries.append(entry)
+            entries.append(entry)
 
     append_dataframe = add  # verl's name
 
@@ -84,5 +83,5 @@ class DynamicGenDataset(RLHFDataset):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The rows of the files, and those that the interrupted run had made in place of this one's."""
         made, self.made = state["made"], []
-        del self._measured().entries[self.num_of_files :]
+        del self.entries[self.num_of_files :]
         self.add(made)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from configs.errors import ConfigError
 from data.files import dump_jsonl
-from data.table import Table
+from data.rows import rows_of
 
 ACTOR = "actor_rollout_ref.actor"
 SHORT = {
@@ -93,7 +93,7 @@ def write_rows(rows: Any, path: Path) -> str:
         rows = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
     if not isinstance(rows, Iterable):
         raise ValueError(f"rows={rows!r}: give a list, a data frame, a data set, a DataLoader, or the path of a file.")
-    table = Table.of(rows, "rows").rows
+    table = rows_of(rows, "rows")
     for number, row in enumerate(table):
         for column, value in row.items():
             try:

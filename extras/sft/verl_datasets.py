@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from configs.extras import find
 from data.chat import Prompt, as_messages, parse_prompt
-from data.rows import read_rows
-from data.table import Entry, Table
+from data.rows import Entry, read_rows
 from data.types import Message, Sample
 from extras.sft.dataset import ConversationFormat, SFTDataset, answer_end, fit_sample
 
@@ -72,7 +72,7 @@ class MultiTurnSFTDataset(Dataset):
 
     def _read_files_and_process(self) -> None:
         rows = read_rows(self.parquet_files)[: self.max_samples if self.max_samples > 0 else None]
-        self.dataframe = Table(Entry(*row) for row in rows)
+        self.dataframe = find("dataset", "table")(Entry(*row) for row in rows)
         self.messages, self.tools = self.dataframe[self.messages_key], self.dataframe[self.tools_key]
 
     def _build_messages(self, example: dict[str, Any]) -> list[Message]:
