@@ -14,6 +14,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import prepare_process
+
+    prepare_process()
 
 import argparse
 import json
@@ -163,8 +166,8 @@ def name_of(game: str) -> str:
 def mean_return(game: str, player: Callable | None, episodes: int = EPISODES) -> float:
     """Plays the first held-out episodes; without a player, at random."""
     env, total = gym.make(f"examples.games.{game}:{name_of(game)}", disable_env_checker=True), 0.0
-    env.action_space.seed(0)
     for seed in range(HELD_OUT, HELD_OUT + episodes):
+        env.action_space.seed(seed)
         over, _ = False, env.reset(seed=seed)
         while not over:
             action = player(env.unwrapped) if player else env.action_space.sample()

@@ -159,9 +159,10 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
         command = ["-m", "extras.imitate.look", *course.settings]
         seen = Look(**course.run("look", command, partial(look, config, EPISODES)))
     course.model = start_model(config, course)
-    course.settings += [f"env.val_episodes={EPISODES}", *measure(demonstrations(course, seen, 1), course.model)]
+    rows = demonstrations(course, seen, 1)
+    course.settings += [f"env.val_episodes={EPISODES}", *measure(rows, course.model)]
     before = course.value = evaluate(course, "untrained", course.model)
-    imitate_in_rounds(course, seen)
+    imitate_in_rounds(course, seen, rows)
     stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
     for name, settings in stages.items():
         if name == "states" and not seen.repeatable:
@@ -195,16 +196,16 @@ def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
     return summary
 
 
-def imitate_in_rounds(course: Course, seen: Look) -> None:
+def imitate_in_rounds(course: Course, seen: Look, rows: Path) -> None:
     """Imitates more and more rows, until the game is mastered, two rounds in a row gain nothing, or time is short."""
-    model, files, idle = course.model, [], 0
+    model, files, idle = course.model, [rows], 0
     for number in itertools.count(1):
-        files.append(demonstrations(course, seen, number))
         model = imitate(course, model, files, number)
         idle = 0 if consider(course, f"imitation {number}", model) else idle + 1
         is_last = course.is_short_of(f"demonstrations {number}", f"imitation {number}") or not seen.settings
         if idle == 2 or is_last or seen.is_mastered_by(course.value):
             return
+        files.append(demonstrations(course, seen, number + 1))
 
 
 def start_model(config: Config, course: Course) -> str:

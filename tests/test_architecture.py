@@ -52,7 +52,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "custom/gym/world.py": "names the state in which a user's environment raised",
         "configs/import_utils.py": "names the user's file that failed to load",
         "training/reward.py": "names the line of the user's reward",
-        "extras/imitate/rows.py": "names the state in which a user's player raised",
+        "extras/imitate/demonstrations.py": "names the state in which a user's player raised",
         "extras/loggers/trackers.py": "a service that does not start, each by errors of its own, is said in one line",
         "extras/overlap/generator.py": "hands on to whoever waits what a change of weights has raised",
         "extras/rules/reasoning_gym.py": "an answer that breaks the scorer of a task is none",

@@ -38,23 +38,23 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_245,
-    "core files": 83,
-    "product lines": 41_516,
-    "scripts and benchmarks": 3_925,
+    "core lines": 17_150,
+    "core files": 82,
+    "product lines": 42_780,
+    "scripts and benchmarks": 4_495,
     "names in training/": 20,
     "names in workers/": 25,
-    "names in data/": 16,
+    "names in data/": 15,
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 46,
-    "modules with one importer": 48,
+    "modules with one importer": 49,
     "settings": 343,  # verl's keys of distillation are 13
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 40_757,
+    "test lines": 40_700,
 }
 
 

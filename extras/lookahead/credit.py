@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from extras.lookahead.positions import CANNOT, Position, Positions, are_equal, reseed
+from extras.lookahead.positions import CANNOT, Position, Positions, are_equal, with_seed
 
 NO_MOVE = -0.5  # beside 0 for the worst and 1 for the best
 MOST_MAPS, MOST_STATES = 64, 4096  # that are kept
@@ -37,7 +37,7 @@ def no_credit(environment: Any, reason: str, remedy: str) -> NoCredit:
 
 @dataclass(frozen=True)
 class Map:
-    """A map of what a reset reaches by all moves: positions [S] in the order of their shortest ways, the first the reset's.
+    """A map of all positions [S] that a reset reaches, in the order of their shortest ways, the first the reset's.
 
     Attributes:
         following: [S, A] int, the position behind a move; -1: the episode is over.
@@ -264,7 +264,7 @@ class Playouts(Credit):
         positions = Positions(world.env)
         _, states = position = positions.keep()
         for playout in range(environment.playouts):
-            chances = reseed(states, (seed, len(actions), playout))
+            chances = with_seed(states, (seed, len(actions), playout))
             following = tee(self.random_moves(seed, playout), len(moves))
             for number, move in enumerate(moves):
                 positions.put_back(position, chances)

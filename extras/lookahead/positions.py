@@ -189,7 +189,7 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(sys.modules["torch"].from_numpy(state))
 
 
-def reseed(states: States, seed: tuple[int, ...]) -> States:
+def with_seed(states: States, seed: tuple[int, ...]) -> States:
     """Returns other states of the same generators, which follow from `seed`."""
     seeds = np.random.SeedSequence(seed).generate_state(len(states)).tolist()
     return [

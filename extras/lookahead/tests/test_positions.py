@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extras.lookahead.positions import Positions, are_equal, reseed
+from extras.lookahead.positions import Positions, are_equal, with_seed
 
 MODULE_RNG = np.random.default_rng(5)
 
@@ -161,7 +161,7 @@ def test_other_chance_follows_from_its_seed(name):
     env, positions = zoo([name], [1])
     position, drawn = positions.keep(), []
     for seed in ((1, 2), (1, 2), (1, 3)):
-        positions.put_back(position, reseed(position[1], seed))
+        positions.put_back(position, with_seed(position[1], seed))
         assert not are_equal(positions.states(), position[1])
         drawn.append(play(env, [1, 1]))
     assert drawn[0] == drawn[1] != drawn[2]
