@@ -45,13 +45,15 @@ from extras.sft.settings import SFTConfig
 from scripts.quickstart import compose as compose_sft
 from workers.ray_group import start_command
 
+MODEL = "actor_rollout_ref.model.path="
 EPISODES = 100  # held-out ones
 ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
-SFT = ["data.train_batch_size=32", "optim.lr=1e-3", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
+RATES = {"random": ("1e-3", "2e-4"), "trained": ("1e-4", "1e-5")}  # of imitation and of RL, by the model's weights
+SFT = ["data.train_batch_size=32", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
 GENTLE = [  # what imitation has taught is kept: without it few moves survive
     "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.3",
-    "actor_rollout_ref.actor.optim.lr=2e-4", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     "actor_rollout_ref.actor.optim.lr_warmup_steps=5", "actor_rollout_ref.rollout.n=8",
     "algorithm.adv_estimator=grpo", "env.train_size=1000000", "trainer.save_freq=last",
     "trainer.val_before_train=false",
@@ -71,6 +73,8 @@ class Course:
         folder: of all files.
         settings: key=value, of every command.
         minutes: after which no stage begins.
+        rows, labels: most states that are imitated in a round, and which moves.
+        weights: of the model at the start, random or trained; they decide learning rates.
         results: by stage, its command, its result, and its seconds.
         model: the best model so far; `value` is its held-out return.
     """
@@ -78,6 +82,9 @@ class Course:
     folder: Path
     settings: list[str]
     minutes: float
+    rows: int = ROWS
+    labels: str = "best"
+    weights: str = "random"
     model: str = ""
     value: float = -float("inf")
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -104,7 +111,7 @@ class Course:
 
     def train(self, name: str, settings: Sequence[str]) -> Any:
         """Runs main.py; returns the metrics of the last validation."""
-        overrides = [*self.settings, *settings]
+        overrides = [*settings, *self.settings]
         return self.run(name, ["main.py", *overrides], partial(train, overrides))
 
     @property
@@ -124,6 +131,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environment", metavar="ENV", help="env.id: a gymnasium id, or my_game.py:Game-v0")
     parser.add_argument("--minutes", type=float, default=10, help="after which no stage begins (%(default)g)")
+    parser.add_argument(
+        "--rows", type=int, default=ROWS, help="most that are imitated in a round; 0: none (%(default)s)"
+    )
+    parser.add_argument("--labels", choices=("best", "random"), default="best", help="moves to imitate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, states, sampling (0)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of main.py")
     arguments = parser.parse_intermixed_args(argv)
@@ -145,8 +156,11 @@ def enrol(arguments: argparse.Namespace) -> tuple[Config, Course]:
         config = with_settings(config, {"env.kwargs": {**config.env.kwargs, "instruction": ""}})
     course = Course(
         Path(config.trainer.default_local_dir),
-        [each for each in settings if not each.startswith("trainer.default_local_dir=")],
+        [each for each in settings if not each.startswith(("trainer.default_local_dir=", MODEL))],
         arguments.minutes,
+        arguments.rows,
+        arguments.labels,
+        "trained" if config.actor_rollout_ref.model.path else "random",
     )
     if course.record.exists():
         course.results = json.loads(course.record.read_text())
@@ -162,7 +176,8 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
     rows = demonstrations(course, seen, 1)
     course.settings += [f"env.val_episodes={EPISODES}", *measure(rows, course.model)]
     before = course.value = evaluate(course, "untrained", course.model)
-    imitate_in_rounds(course, seen, rows)
+    if course.rows:
+        imitate_in_rounds(course, seen, rows)
     stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
     for name, settings in stages.items():
         if name == "states" and not seen.repeatable:
@@ -222,9 +237,9 @@ def start_model(config: Config, course: Course) -> str:
 
 def demonstrations(course: Course, seen: Look, number: int) -> Path:
     """Writes what is imitated in a round, other states in each: the best moves that are known."""
-    rows, player = course.folder / f"demonstrations_{number}.jsonl", "best" if seen.settings else "random"
+    rows, player = course.folder / f"demonstrations_{number}.jsonl", course.labels if seen.settings else "random"
     settings = [*course.settings, *seen.settings]
-    count = max(LEAST_ROWS, min(ROWS, int(FOR_LABELS * 60 * course.minutes / seen.seconds)))
+    count = max(LEAST_ROWS, min(course.rows, int(FOR_LABELS * 60 * course.minutes / seen.seconds)))
     options = ["--player", player, "--rows", str(count), "--round", str(number), "--output", str(rows)]
     course.run(
         f"demonstrations {number}",
@@ -249,14 +264,15 @@ def measure(rows: Path, model: str) -> list[str]:
 
 
 def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> str:
-    """Trains a model on the newest rows, at most ROWS, as often as makes about so many."""
+    """Trains a model on the newest rows, as many as the course's, and as often as makes about so many."""
     count = len(files[-1].read_text().splitlines())
-    newest = files[-max(1, ROWS // count) :]
+    newest = files[-max(1, course.rows // count) :]
     folder = course.folder / f"imitation_{number}"
     settings = [
         f"data.train_files=[{','.join(map(str, newest))}]",
         f"model.path={model}",
-        f"trainer.total_epochs={max(1, ROWS // (count * len(newest)))}",
+        f"trainer.total_epochs={max(1, course.rows // (count * len(newest)))}",
+        f"optim.lr={RATES[course.weights][0]}",
         *SFT,
         f"trainer.default_local_dir={folder}",
         *(each for each in course.settings if each.startswith("trainer.seed=")),
@@ -270,8 +286,9 @@ def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> s
 
 def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
     folder = course.folder / name
-    course.train(name, [*with_model(course.model), *GENTLE, *settings, f"trainer.default_local_dir={folder}"])
-    [step] = [each.partition("=")[2] for each in settings if each.startswith("trainer.total_training_steps=")]
+    rate = f"actor_rollout_ref.actor.optim.lr={RATES[course.weights][1]}"
+    course.train(name, [*with_model(course.model), rate, *GENTLE, *settings, f"trainer.default_local_dir={folder}"])
+    step = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
     return str(folder / f"global_step_{step}" / "actor" / "huggingface")
 
 
@@ -291,7 +308,7 @@ def evaluate(course: Course, name: str, model: str) -> float:
 
 
 def with_model(path: str) -> list[str]:
-    return [f"actor_rollout_ref.model.path={path}"]
+    return [f"{MODEL}{path}"]
 
 
 def return_of(metrics: dict[str, float]) -> float:

@@ -41,7 +41,7 @@ CEILINGS = {
     "core lines": 17_150,
     "core files": 82,
     "product lines": 42_780,
-    "scripts and benchmarks": 4_495,
+    "scripts and benchmarks": 4_525,
     "names in training/": 20,
     "names in workers/": 25,
     "names in data/": 15,
