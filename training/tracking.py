@@ -104,7 +104,7 @@ def observers_of(config: Any) -> list[type[Observer]]:
             raise ConfigError(f"trainer.logger has {name!r}: choose from {known}, or name file.py:Class of yours.")
     loggers = [find("logger", name, "trainer.logger") for name in names]
     callbacks = dict.fromkeys(asked_for("callback", config))
-    return [*(find("observer", name) for name in present("observer")), *callbacks, *loggers]
+    return [*callbacks, *(find("observer", name) for name in present("observer")), *loggers]
 
 
 def check_observers(config: Any) -> None:
