@@ -25,6 +25,7 @@ NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which
     "tests/test_example_agents.py": ("sessions", "tools"),
     "tests/test_docs.py": ("report", "sft", "rollout_correction", "verl"),
     "tests/test_documents.py": ("evaluation", "python", "sft", "tools", "verl"),
+    "tests/test_env_wrapper.py": ("gym",),
     "tests/test_games.py": ("gym", "lookahead"),
     "tests/test_learn.py": ("gym", "imitate", "lookahead", "report", "sft", "watch"),
     "tests/test_make_gpu.py": ("kernels", "report"),
