@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -92,6 +93,10 @@ class Course:
     @property
     def record(self) -> Path:
         return self.folder / "stages.json"
+
+    def path(self, name: str, settings: Sequence[str]) -> Path:
+        """Returns the path of what a stage leaves: other settings have another, and never go on from there."""
+        return self.folder / f"{name}_{sha256(shlex.join(settings).encode()).hexdigest()[:6]}"
 
     def run(self, name: str, command: Sequence[str], work: Callable[[], Any]) -> Any:
         """Runs a stage, or reads what it gave when the same command ran it before."""
@@ -226,7 +231,8 @@ def imitate_in_rounds(course: Course, seen: Look, rows: Path) -> None:
 def start_model(config: Config, course: Course) -> str:
     if path := config.actor_rollout_ref.model.path:
         return path
-    folder, seed = course.folder / "random_model", config.trainer.seed
+    seed = config.trainer.seed
+    folder = course.path("random_model", [str(seed)])
     course.run(
         "model",
         ["-m", "custom.tiny_model", str(folder), "--seed", str(seed)],
@@ -237,10 +243,11 @@ def start_model(config: Config, course: Course) -> str:
 
 def demonstrations(course: Course, seen: Look, number: int) -> Path:
     """Writes what is imitated in a round, other states in each: the best moves that are known."""
-    rows, player = course.folder / f"demonstrations_{number}.jsonl", course.labels if seen.settings else "random"
-    settings = [*course.settings, *seen.settings]
+    player, settings = course.labels if seen.settings else "random", [*course.settings, *seen.settings]
     count = max(LEAST_ROWS, min(course.rows, int(FOR_LABELS * 60 * course.minutes / seen.seconds)))
-    options = ["--player", player, "--rows", str(count), "--round", str(number), "--output", str(rows)]
+    options = ["--player", player, "--rows", str(count), "--round", str(number)]
+    rows = course.path(f"demonstrations_{number}", [*options, *settings]).with_suffix(".jsonl")
+    options += ["--output", str(rows)]
     course.run(
         f"demonstrations {number}",
         ["-m", "extras.imitate", *options, *settings],
@@ -267,16 +274,15 @@ def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> s
     """Trains a model on the newest rows, as many as the course's, and as often as makes about so many."""
     count = len(files[-1].read_text().splitlines())
     newest = files[-max(1, course.rows // count) :]
-    folder = course.folder / f"imitation_{number}"
     settings = [
         f"data.train_files=[{','.join(map(str, newest))}]",
         f"model.path={model}",
         f"trainer.total_epochs={max(1, course.rows // (count * len(newest)))}",
         f"optim.lr={RATES[course.weights][0]}",
         *SFT,
-        f"trainer.default_local_dir={folder}",
         *(each for each in course.settings if each.startswith("trainer.seed=")),
     ]
+    settings.append(f"trainer.default_local_dir={course.path(f'imitation_{number}', settings)}")
     return course.run(
         f"imitation {number}",
         ["-m", "extras.sft", *settings],
@@ -285,9 +291,10 @@ def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> s
 
 
 def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
-    folder = course.folder / name
     rate = f"actor_rollout_ref.actor.optim.lr={RATES[course.weights][1]}"
-    course.train(name, [*with_model(course.model), rate, *GENTLE, *settings, f"trainer.default_local_dir={folder}"])
+    settings = [*with_model(course.model), rate, *GENTLE, *settings]
+    folder = course.path(name, [*settings, *course.settings])
+    course.train(name, [*settings, f"trainer.default_local_dir={folder}"])
     step = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
     return str(folder / f"global_step_{step}" / "actor" / "huggingface")
 

@@ -73,7 +73,7 @@ def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, caps
     assert (again, unchanged) == (summary, stages)
     assert capsys.readouterr().out.count("done before") == len(stages)
     _, other = course(NIM, "--seed", "1")
-    assert other["imitation 1"]["command"] != stages["imitation 1"]["command"]
+    assert other["imitation 1"]["result"] != stages["imitation 1"]["result"]  # nothing goes on from another seed's
 
 
 def test_a_game_whose_moves_are_all_alike_says_so(course, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -90,16 +90,16 @@ class CommentsAnswers(Protocol):
 
 def say_whose_tokens(run: Any, metrics: Mapping[str, float]) -> None:
     """Says if the tokens of transcripts are mostly the environment's because most answers are no legal action."""
-    told, said = (metrics.get(f"episode/tokens/{role}/mean", 0.0) for role in ("observation", "policy"))
+    shown, answered = (metrics.get(f"episode/tokens/{role}/mean", 0.0) for role in ("observation", "policy"))
     legal, _ = readable_answers(metrics)
-    if legal >= 0.5 or told <= MOST_OF_OTHERS * (told + said):
+    if legal >= 0.5 or shown <= MOST_OF_OTHERS * (shown + answered):
         return
     environment = run.game.environment
     comment = environment.invalid_feedback if isinstance(environment, CommentsAnswers) else ""
     length = len(run.tokenizer.encode(f"{comment}\n", add_special_tokens=False)) if comment else 0
-    comments = min(told, metrics["invalid_actions/mean"] * length) / (told + said)
+    comments = min(shown, metrics["invalid_actions/mean"] * length) / (shown + answered)
     notice(
-        f"{told / (told + said):.0%} of the tokens of this step are the environment's, as {1 - legal:.0%} of the "
+        f"{shown / (shown + answered):.0%} of the tokens of this step are the environment's, as {1 - legal:.0%} of the "
         f"answers are no legal action; {comments:.0%} are what it says of these. Train on single states first, and on "
         "episodes from that checkpoint (docs/multiturn.md); env.kwargs.invalid_feedback='' says nothing, and "
         "env.invalid_action=end ends an episode there."
