@@ -189,8 +189,8 @@ def row(game: str, random: float, best: float, summaries: Sequence[dict[str, Any
     """Writes a game's line of the table; what differs from seed to seed is parted by slashes."""
     spent = Counter()  # by kind of stage
     for summary in summaries:
-        for name, stage in summary["stages"].items():
-            spent[name.split()[0]] += stage["cpu"] / len(summaries)
+        for name, seconds in summary["cpu"].items():
+            spent[name.split()[0]] += seconds / len(summaries)
     numbers = [random], [best], *([each[when] for each in summaries] for when in ("before", "after")), shares
     cells = [game, *(" / ".join(f"{number:.2f}" for number in each) for each in numbers)]
     cells += [", ".join(f"{stage} {seconds:.0f}" for stage, seconds in spent.items()), summaries[0].get("labels", "")]

@@ -62,7 +62,7 @@ def test_a_table_of_what_was_learnt(monkeypatch, tmp_path, capsys):
         "random": 0,
         "before": 0,
         "after": 0.5,
-        "stages": {"imitation 1": {"cpu": 4}, "imitation 2": {"cpu": 5}},
+        "cpu": {"imitation 1": 4, "imitation 2": 5},
         "verdict": "learnt",
         "labels": "search",
     }

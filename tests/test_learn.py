@@ -11,7 +11,7 @@ import pytest
 
 from configs.loader import compose
 from extras.imitate.look import Earnings, Look
-from scripts import learn
+from scripts import games, learn
 from tests.runs import ROOT
 
 NIM = f"{ROOT}/examples/games/nim.py:Nim-v0"
@@ -68,6 +68,7 @@ def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, caps
     returns = {name.removeprefix("return of "): stage["result"] for name, stage in stages.items()}
     kept = max(summary["before"], *(learn.return_of(returns[name]) for name in ("imitation 1", "states", "episodes")))
     assert summary["after"] == kept
+    assert games.row("nim", -0.5, 1.0, [summary], [0.5]).startswith("| nim | -0.50 | 1.00 |")  # of `make games`
 
     again, unchanged = course(NIM)
     assert (again, unchanged) == (summary, stages)
