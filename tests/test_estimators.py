@@ -351,6 +351,17 @@ def test_the_scores_whose_mean_float32_rounds_give_exactly_zero_too(name, score,
     assert not batch.estimate(name, **settings)[0].any()
 
 
+@pytest.mark.parametrize("total", [0.7, 1.7, 3.0, 30.0])
+@pytest.mark.parametrize("name", sorted(OUTCOME - {"spo"}))  # which compares with no other sample
+def test_one_total_that_is_paid_in_other_parts_gives_exactly_zero(name, total):
+    batch = equal_scores(total, [4] * 8)
+    parts = torch.rand(8, 4, generator=torch.Generator().manual_seed(int(10 * total)))
+    paid = total * parts / parts.sum(-1, keepdim=True)
+    assert paid.sum(-1).unique().numel() > 1  # by rounding
+    rewards = batch.tokens | {"token_level_rewards": paid, "token_level_scores": paid}
+    assert not replace(batch, tokens=rewards).estimate(name)[0].any()
+
+
 def equal_scores(score, lengths):
     """One group of samples that all earn `score`, on the last of their 1 to 4 tokens."""
     mask = (torch.arange(4) < torch.tensor(lengths)[:, None]).long()

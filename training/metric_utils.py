@@ -21,6 +21,7 @@ from torch import Tensor
 
 from data.protocol import DataProto
 from data.types import END_REASONS, FAILED_END_REASONS
+from training.core_algos import Groups, alike
 from training.episode_rows import EpisodeRows
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
@@ -110,17 +111,17 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
         reasons = batch.end_reason[episodes.last_row].tolist()
         counts = dict.fromkeys(END_REASONS, 0) | Counter(reasons)
         metrics = {f"end_reason/{reason}": count / len(reasons) for reason, count in counts.items()}
-    scores_of: dict[Hashable, list[float]] = defaultdict(list)
-    for uid, score in zip(batch.uid[episodes.last_row[finished.numpy()]], episodes.scores()[finished], strict=True):
-        scores_of[uid].append(score.item())
-    groups = [scores for scores in scores_of.values() if len(scores) > 1]
-    if not groups:
+    groups, scores = Groups(batch.uid[episodes.last_row], finished[:, None]), episodes.scores()
+    counted = finished & (groups.count > 1)
+    if not counted.any():
         return metrics
-    worst, best = min(map(min, groups)), max(map(max, groups))
-    verdicts = Counter(_group_verdict(scores, worst, best) for scores in groups)
-    shares = {verdict: verdicts[verdict] / len(groups) for verdict in ("all_fail", "all_pass", "tie")}
-    metrics["group/zero_std_frac"] = sum(shares.values())
-    return metrics | {f"group/{verdict}_frac": share for verdict, share in shares.items()}
+    worst, best = scores[counted].min(), scores[counted].max()
+    tie = ~groups.differ(scores)
+    all_pass = tie & alike(scores, best) & (~alike(worst, best) | (best > 0))
+    all_fail = tie & alike(scores, worst) & ~all_pass
+    one_of_each = [*{groups.labels[row].item(): row for row in counted.nonzero()[:, 0].tolist()}.values()]
+    verdicts = {"zero_std": tie, "all_fail": all_fail, "all_pass": all_pass, "tie": tie & ~all_pass & ~all_fail}
+    return metrics | {f"group/{name}_frac": each[one_of_each].double().mean().item() for name, each in verdicts.items()}
 
 
 def compute_source_metrics(batch: DataProto) -> dict[str, float]:
@@ -326,18 +327,6 @@ def _length_metrics(name: str, lengths: Tensor, max_length: int) -> dict[str, fl
     if metrics:
         metrics[f"{name}/clip_ratio"] = (lengths == max_length).float().mean().item()
     return metrics
-
-
-def _group_verdict(scores: list[float], worst: float, best: float) -> str:
-    # Float32 sums of the same rewards of several turns may differ in the last bit.
-    equal = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
-    if not equal(min(scores), max(scores)):
-        return "mixed"
-    if equal(worst, best):
-        return "all_pass" if best > 0 else "all_fail"
-    if equal(scores[0], best):
-        return "all_pass"
-    return "all_fail" if equal(scores[0], worst) else "tie"
 
 
 def _prompt_metrics(ballots: list[dict[str, Any]], num_samples: int, seed: int) -> dict[str, float]:

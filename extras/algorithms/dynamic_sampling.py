@@ -10,13 +10,11 @@ from torch import Tensor
 
 from configs.schema import Config
 from data.protocol import DataProto
-from training.core_algos import Groups
+from training.core_algos import Groups, alike
 from training.episode_rows import EpisodeRows
 from training.mini_batches import rows_by_prompt
 from training.ray_trainer import RayPPOTrainer, Rollouts
 from training.reward import concat_scored, reward_metrics
-
-TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
 
 
 def dynamic_sampling(trainer_class: type[RayPPOTrainer], config: Config) -> type[RayPPOTrainer]:
@@ -63,10 +61,9 @@ def rows_with_signal(batch: DataProto, metric: str, low: float | None = None, hi
     episodes = EpisodeRows(batch)
     values = metric_of_episodes(episodes, metric)
     groups = Groups(batch.uid[episodes.last_row], episodes.is_complete()[:, None])
-    spread = groups.reduce(values, "amax") - groups.reduce(values, "amin")
-    has_signal = spread > TOLERANCE * groups.reduce(values.abs(), "amax").clamp(min=1)
-    for bound, sign in ((low, 1), (high, -1)):
-        has_signal &= bound is None or sign * (groups.mean(values) - bound) >= -TOLERANCE
+    has_signal, means = groups.differ(values), groups.mean(values)
+    for bound, reaches in ((low, torch.ge), (high, torch.le)):
+        has_signal &= bound is None or reaches(means, bound) | alike(means, torch.tensor(bound))
     return has_signal[episodes.of_row]
 
 

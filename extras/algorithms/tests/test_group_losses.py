@@ -129,6 +129,19 @@ def test_groups_that_tie_and_failed_batches_are_nothing(name):
     assert loss == 0 and not gradient.any() and not any(metrics.values())
 
 
+@pytest.mark.parametrize("name", ["pair", "spin"])
+@pytest.mark.parametrize("advantage", [0.7, -0.3, 1.1, 2.3])
+def test_the_length_of_an_answer_does_not_choose_it(name, advantage):
+    """The mean of L equal float32 numbers depends on L; of equal bests and worsts the first counts, whatever L is."""
+    for lengths in [(8, 6, 3), (6, 8, 5), (1, 7, 3), (5, 3, 7)]:
+        mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).float()
+        old, new = torch.zeros(3, 8), torch.full((3, 8), 0.1)
+        for last, taught in ((advantage, []), (advantage - 1, [0, 2]), (advantage + 1, [0, 2])):
+            advantages = torch.tensor([[advantage], [advantage], [last]]) * mask
+            _, _, gradient = run_loss(name, old, new, old, advantages, mask, torch.zeros(3, dtype=torch.int64))
+            assert gradient.any(-1).nonzero().flatten().tolist() == taught
+
+
 # The actor
 
 
