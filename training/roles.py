@@ -236,6 +236,9 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
 
 
 def loss_reads(config: Config) -> set[str]:
-    """Names the columns of roles and stages, and logits, that the policy loss has as arguments without a default."""
+    """Names the columns of roles and stages, and logits, that the policy loss, or the task's under it, has as arguments
+    without a default."""
     columns = columns_made(config).union(["logits"], *(spec.columns for spec in ROLES.values()))
-    return columns.intersection(list(required_arguments(policy_loss_of(config).function))[len(TENSOR_ARGS) :])
+    settings = loss_settings(config)
+    losses = [get_policy_loss(name).function for name in (settings.loss_mode, settings.get("task_loss")) if name]
+    return {name for loss in losses for name in required_arguments(loss)[len(TENSOR_ARGS) :] if name in columns}

@@ -91,9 +91,10 @@ class Distillation(Stage):
     def loss_settings(cls, config: Config) -> dict[str, Any]:
         from extras.distillation import divergence  # noqa: F401, registers them; it imports what imports this module
 
-        task = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        loss = config.distillation.distillation_loss
+        task = config.actor_rollout_ref.actor.policy_loss.loss_mode if loss.use_task_rewards else None
         name = "distillation_topk" if columns_of(config) == TOP_COLUMNS else "distillation"
-        return {"loss_mode": name, "task_loss": task, "distillation": config.distillation.distillation_loss}
+        return {"loss_mode": name, "task_loss": task, "distillation": loss}
 
     def __call__(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
         settings = self.config.distillation

@@ -29,6 +29,8 @@ class Staleness(Stage):
 
     def __call__(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
         behind = (self.trainer.learnt - batch.batch["weight_versions"])[batch.batch["response_mask"].bool()]
+        if not behind.numel():  # all rows failed
+            return {}
         return {"staleness/mean": behind.float().mean().item(), "staleness/max": float(behind.max())}
 
 

@@ -23,7 +23,8 @@ from extras.distillation.teachers import HeldTeacher, Teachers
 from tests.batches import ragged_batch
 from tests.runs import ROOT, compose, learning_metrics, needs_vllm, short_run
 from tests.servers import answering
-from training.losses import ReadableNamespace, get_policy_loss_fn
+from training.losses import ReadableNamespace, get_policy_loss_fn, register_policy_loss
+from training.roles import loss_reads
 from workers.dp_actor import ReferencePolicy
 from workers.micro_batches import MicroBatchSize
 from workers.model_worker import ModelWorker, model_bytes
@@ -101,6 +102,22 @@ def test_the_loss_stands_beside_the_tasks_or_alone_and_is_clamped():
     assert (both - without).item() == pytest.approx(alone.item() / 2, abs=1e-6)
     clamped, *_ = of_loss("distillation", loss_mode="k2", use_task_rewards=False, loss_max_clamp=0.01)
     assert clamped.item() == pytest.approx((halves.clamp(max=0.01) * columns["mask"]).sum().item() / 5)
+
+
+def test_a_task_loss_beside_the_teacher_is_given_the_columns_that_it_names(
+    tiny_model, teachers, tmp_path, restored_registries
+):
+    @register_policy_loss("near_the_reference")
+    def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, *, ref_log_prob, config):
+        return ((log_prob - ref_log_prob) ** 2 * response_mask).mean(), {}
+
+    named = "actor_rollout_ref.actor.policy_loss.loss_mode=near_the_reference"
+    settings = [named, ENABLED, f"{MODELS}.x.model_path={teachers[0]}", "env.val_episodes=0"]
+    config = compose(*short_run(tiny_model, tmp_path, *settings))
+    assert "ref_log_prob" in loss_reads(config)
+    main.run(config)
+    alone = compose(*settings, "distillation.distillation_loss.use_task_rewards=false")
+    assert "ref_log_prob" not in loss_reads(alone)
 
 
 def test_as_a_policy_gradient_the_loss_is_a_reward():

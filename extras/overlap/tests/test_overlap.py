@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import main
 from configs.errors import ConfigError
-from extras.overlap.one_step_off import is_plain
+from data.protocol import DataProto
+from extras.overlap.one_step_off import Staleness, is_plain
 from tests.runs import compose, learning_metrics, needs_vllm, short_run, state_files
 from training.ray_trainer import RayPPOTrainer, Rollouts
 
@@ -128,6 +131,16 @@ def assert_goes_on_as_if_unbroken(folder: Path, model: Path, breaks: Sequence[in
 def test_what_cannot_overlap_is_refused_in_a_line(settings, message):
     with pytest.raises(ConfigError, match=message):
         compose(*settings)
+
+
+def test_a_batch_of_failed_rows_has_no_staleness():
+    tensors = {
+        "weight_versions": torch.tensor([[3, 1, 9], [2, 0, 0]]),
+        "response_mask": torch.tensor([[1, 1, 0], [0, 0, 0]]),
+    }
+    stage = Staleness(SimpleNamespace(learnt=4, config=None))
+    assert stage(DataProto.from_dict(tensors), {}) == {"staleness/mean": 2.0, "staleness/max": 3.0}
+    assert stage(DataProto.from_dict(tensors | {"response_mask": torch.zeros(2, 3)}), {}) == {}
 
 
 def test_what_a_checkpoint_may_hold():
