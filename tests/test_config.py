@@ -276,6 +276,18 @@ def test_values_with_a_default_ask_for_no_critic(estimator):
     check_algorithm(config)
 
 
+@pytest.mark.parametrize(
+    "penalty", ["algorithm.use_kl_in_reward=true", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
+)
+@pytest.mark.parametrize(
+    "name", ["asking", *(name for name in ("gdpo", "max_rl", "no_rewards", "prime") if name in ADV_ESTIMATOR_REGISTRY)]
+)
+def test_a_penalty_that_an_estimator_would_not_read_is_refused(estimator, name, penalty):
+    estimator(lambda token_level_scores, response_mask: (response_mask, response_mask))
+    with pytest.raises(ConfigError, match=f"{penalty} with algorithm.adv_estimator={name}"):
+        check_algorithm(compose(f"algorithm.adv_estimator={name}", penalty))
+
+
 # Mistakes
 
 

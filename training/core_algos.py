@@ -34,6 +34,8 @@ ADV_ESTIMATOR_REGISTRY = Registry("estimator")  # of `AdvEstimatorFn`
 # Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those
 # that whiten over the batch as well still have the batch to compare it with.
 NEEDS_GROUPS = {"grpo", "grpo_vectorized"}
+# Estimators that cannot be given a KL penalty or one of length in the reward, and the reason.
+TAKES_NO_PENALTY: dict[str, str] = {}
 
 
 def register_adv_est(name_or_enum: str | Enum, *, registry: MutableMapping = ADV_ESTIMATOR_REGISTRY) -> Callable:

@@ -17,7 +17,7 @@ from data.pretrained import check_has_head, check_positions, load_model_config, 
 from data.seeding import seed_everything
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, TAKES_NO_PENALTY
 from training.environment import data_settings, load_conversations
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
 from training.ray_trainer import RayPPOTrainer
@@ -104,10 +104,27 @@ def check_algorithm(config: Config) -> None:
         )
     if config.critic.enable is False and "values" in estimator_needs(name):
         raise ConfigError(f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave that out.")
+    check_penalties(config, estimator)
     for stage in stages(config):
         stage.check(config)
     extra_kwargs = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
     bind_policy_loss(function, TENSOR_ARGS, None, None, extra_kwargs, f"{loss_key}={settings.loss_mode}")
+
+
+def check_penalties(config: Config, estimator: Callable) -> None:
+    """Raises ConfigError for a penalty in the reward where the estimator reads no rewards, or none below 0."""
+    name, overlong = config.algorithm.adv_estimator, config.reward.reward_kwargs.overlong_buffer_cfg
+    reads_rewards = accepts(estimator, "token_level_rewards") or accepts(estimator, "rewards")
+    reason = TAKES_NO_PENALTY.get(name) or ("" if reads_rewards else "reads no rewards")
+    penalties = {
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+        "reward.reward_kwargs.overlong_buffer_cfg.enable": overlong.enable,
+    }
+    for key in [key for key, is_set in penalties.items() if reason and is_set]:
+        raise ConfigError(
+            f"{key}=true with algorithm.adv_estimator={name}, which {reason}: leave it out "
+            "(actor_rollout_ref.actor.use_kl_loss=true holds the policy back)."
+        )
 
 
 def check_known(config: Config, key: str, name: str, registry: Registry) -> None:

@@ -3,6 +3,7 @@
 An episode of several rows is one sample, and its score theirs together.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -30,7 +31,7 @@ class DynamicSampling(RayPPOTrainer):
     def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
         batch, metrics = self.draw(step, 0, timing)
         needed, draws, settings = len(rows_by_prompt(batch)), 1, self.config.algorithm.filter_groups
-        teaches = settings.metric, settings.accuracy_lower_bound, settings.accuracy_upper_bound
+        teaches = metrics_compared(self.config), settings.accuracy_lower_bound, settings.accuracy_upper_bound
         differ, tie = groups_by_signal(batch, *teaches)
         while len(differ) < needed and draws != settings.max_num_gen_batches:
             further, metrics = self.draw(step, draws, timing)
@@ -44,9 +45,20 @@ class DynamicSampling(RayPPOTrainer):
         return Rollouts(batch.select_idxs([*chain(*groups[:needed])]), metrics, left_out)
 
 
-def groups_by_signal(batch: DataProto, metric: str, *bounds: float | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the rows of each group with signal (`rows_with_signal`), and those of each of the others."""
-    groups, has_signal = rows_by_prompt(batch), rows_with_signal(batch, metric, *bounds).tolist()
+def metrics_compared(config: Config) -> list[str]:
+    """Names that by which groups must differ: filter_groups.metric, or, of gdpo's rewards alone, any of them."""
+    algorithm = config.algorithm
+    is_by_score = algorithm.filter_groups.metric in ("score", "reward")
+    reads_several = algorithm.adv_estimator == "gdpo" and is_by_score and algorithm.gdpo_reward_keys
+    return [*algorithm.gdpo_reward_keys] if reads_several else [algorithm.filter_groups.metric]
+
+
+def groups_by_signal(
+    batch: DataProto, metrics: Sequence[str], *bounds: float | None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the rows of each group with signal in any metric (`rows_with_signal`), and those of each other group."""
+    groups = rows_by_prompt(batch)
+    has_signal = torch.stack([rows_with_signal(batch, metric, *bounds) for metric in metrics]).any(0).tolist()
     return [rows for rows in groups if has_signal[rows[0]]], [rows for rows in groups if not has_signal[rows[0]]]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from configs.schema import AlgorithmConfig
 from training.core_algos import (
     NEEDS_GROUPS,
+    TAKES_NO_PENALTY,
     AdvEstimatorFn,
     Groups,
     Labels,
@@ -30,6 +31,10 @@ listed = partial(register_adv_est, registry=ESTIMATORS)
 NEEDS_GROUPS |= {
     *("grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "max_rl", "sppo", "fapo"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
+}
+TAKES_NO_PENALTY |= {
+    "gdpo": "reads the rewards of algorithm.gdpo_reward_keys alone",
+    "max_rl": "takes scores of 0 and above alone",
 }
 
 

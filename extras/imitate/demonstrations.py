@@ -16,7 +16,7 @@ from data.types import Row
 
 Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
-OF_A_RESET = 4  # rows: few of many are more unlike than many of few
+OF_A_RESET, OF_A_SEARCH = 4, 10  # rows: few of many are more unlike; but one search knows all moves of its reset
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 
@@ -69,7 +69,8 @@ class Demonstrations:
             seed, from_start = self.environment.train_seed(index), index % 2 == 0 or not self.environment.repeatable
             start = self.environment.start_state(seed) if from_start else self.environment.get_state(index, seed)
             self.episode.reset(start.seed, start.actions)
-            for state, answer in islice(self.play(), OF_A_RESET):
+            length = OF_A_SEARCH if self.environment.reward == "search" else OF_A_RESET
+            for state, answer in islice(self.play(), length):
                 yield {"prompt": self.dataset.messages(state), "response": answer}
 
     def transcripts(self) -> Iterator[Row]:

@@ -60,9 +60,7 @@ class PrimeConfig(Frozen):
 
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
-        algorithm, overlong = config.algorithm, "reward.reward_kwargs.overlong_buffer_cfg"
-        is_estimator = algorithm.adv_estimator == "prime"
-        if is_estimator and not self.enable:
+        if config.algorithm.adv_estimator == "prime" and not self.enable:
             raise ConfigError(f"{key}.enable=false, and algorithm.adv_estimator=prime needs it: leave that out.")
         if self.enable and config.env.mode == "episode" and config.env.history == "turns":
             raise ConfigError(f"{key} with env.history=turns: it scores whole answers: set env.history=transcript.")
@@ -71,15 +69,6 @@ class PrimeConfig(Frozen):
             raise ConfigError(
                 f"{key} with reward.reward_model.enable=true: outcomes are a rule's, and PRIME's own model is that of "
                 f"{key}.model.path (in verl reward_model.model.path): leave reward_model out."
-            )
-        unread = {
-            "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
-            f"{overlong}.enable": config.reward.reward_kwargs.overlong_buffer_cfg.enable,
-        }
-        for name in (name for name, is_set in unread.items() if is_estimator and is_set):
-            raise ConfigError(
-                f"{name}=true with algorithm.adv_estimator=prime, which reads the outcome alone: leave it out "
-                "(actor_rollout_ref.actor.use_kl_loss=true holds the policy back)."
             )
 
 

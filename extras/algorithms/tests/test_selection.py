@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from extras.algorithms.dynamic_sampling import groups_by_signal, rows_with_signal
+from extras.algorithms.dynamic_sampling import groups_by_signal, metrics_compared, rows_with_signal
 from tests.batches import scored
+from tests.runs import compose
 from tests.test_episodes import both
 from training.episode_rows import EpisodeRows
 
@@ -56,11 +57,21 @@ def test_a_metric_that_is_missing_or_no_number_is_refused_by_name(metric, says):
         rows_with_signal(batch, metric)
 
 
+def test_groups_that_gdpo_learns_from_are_kept_though_their_scores_tie():
+    batch = scored([1, 1, 1, 1], "aabb", right=[1, 0, 1, 1], brief=[0, 1, 0, 0])
+    gdpo = compose("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[right,brief]")
+    assert groups_by_signal(batch, metrics_compared(gdpo)) == ([[0, 1]], [[2, 3]])
+    assert metrics_compared(compose("algorithm.adv_estimator=gdpo", "algorithm.filter_groups.metric=brief")) == [
+        "brief"
+    ]
+    assert metrics_compared(compose()) == ["reward"]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_selection_counts_episodes(seed):
     transcript, turns = both(seed)
     of_row = EpisodeRows(turns).of_row
     for metric in ("score", "correct"):
         assert torch.equal(rows_with_signal(turns, metric), rows_with_signal(transcript, metric)[of_row])
-        for rows, others in zip(groups_by_signal(transcript, metric), groups_by_signal(turns, metric), strict=True):
+        for rows, others in zip(groups_by_signal(transcript, [metric]), groups_by_signal(turns, [metric]), strict=True):
             assert [{*transcript.uid[group]} for group in rows] == [{*turns.uid[group]} for group in others]
