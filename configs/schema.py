@@ -134,8 +134,8 @@ class PretrainedModelConfig(Frozen):
 
     def at(self, path: str) -> Any:
         """Returns the settings of a whole model at `path`: those of this one if it is there, else none of its own."""
-        whole = self.without_adapter()
-        return whole if path == self.path else replace(whole, path=path, tokenizer_path=None, override_config={})
+        settings = self.without_adapter()
+        return settings if path == self.path else replace(settings, path=path, tokenizer_path=None, override_config={})
 
 
 @dataclass

@@ -46,9 +46,9 @@ plans: dict[tuple[type, str], int] = {}  # moves of shortest ways, by game and w
 
 def by_shortest_way(env: Any) -> int:
     """Returns the next move of a shortest way to the reward, in a game without chance that shows all it is."""
-    game, here = type(env), env.view()
-    if (game, here) not in plans:
-        came, queue = {here: None}, [env]
+    game, start = type(env), env.view()
+    if (game, start) not in plans:
+        came, queue = {start: None}, [env]
         for position in queue:
             for action in range(env.action_space.n):
                 moved = deepcopy(position, {id(env.np_random): env.np_random})
@@ -59,8 +59,8 @@ def by_shortest_way(env: Any) -> int:
                 if done:
                     while came[view] is not None:
                         view, plans[game, view] = came[view]
-                    return plans[game, here]
-    return plans[game, here]
+                    return plans[game, start]
+    return plans[game, start]
 
 
 def play_nim(env: Any) -> int:
@@ -78,9 +78,9 @@ def play_thermostat(env: Any) -> list[float]:
 def most_packed(things: tuple[tuple[int, int], ...], room: int) -> int:
     if not things:
         return 0
-    (weight, value), others = things[0], things[1:]
-    left = most_packed(others, room)
-    return max(left, value + most_packed(others, room - weight)) if weight <= room else left
+    (weight, value), rest = things[0], things[1:]
+    left = most_packed(rest, room)
+    return max(left, value + most_packed(rest, room - weight)) if weight <= room else left
 
 
 def play_knapsack(env: Any) -> int:

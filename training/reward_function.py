@@ -212,14 +212,19 @@ def with_name(entry: RewardFunctionConfig, key: str) -> RewardFunctionConfig:
     if entry.name != RewardFunctionConfig.name:
         return entry
     module = load_module(entry.path, f"{key}.path")
-    own = {name: it for name, it in vars(module).items() if inspect.isfunction(it) and it.__module__ == module.__name__}
-    if entry.name in vars(module) or not own:
+    functions = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__  # and is not imported
+    }
+    if entry.name in vars(module) or not functions:
         return entry
-    rewards = [name for name in own if name[0] != "_" and FORM_OF.keys() & inspect.signature(own[name]).parameters]
+    parameters = {name: inspect.signature(function).parameters for name, function in functions.items()}
+    rewards = [name for name in functions if name[0] != "_" and FORM_OF.keys() & parameters[name]]
     chosen = [name for name in rewards if name == "compute_reward"] or rewards
     problem = f"{key}.path={entry.path} has no {entry.name}"
     if len(chosen) != 1:
-        raise ConfigError(f"{problem}: set {key}.name to one of its functions, {', '.join(rewards or own)}.")
+        raise ConfigError(f"{problem}: set {key}.name to one of its functions, {', '.join(rewards or functions)}.")
     notice_once(f"{problem}: its function {chosen[0]} scores ({key}.name={chosen[0]}).")
     return replace(entry, name=chosen[0])
 

@@ -47,10 +47,10 @@ class Launch:
         val_dataset: Dataset | None = None,
         environment: Any | None = None,
         plan: Plan | None = None,
-        **others: Any,
+        **unknown: Any,
     ) -> None:
-        if others:
-            names = ", ".join(others)
+        if unknown:
+            names = ", ".join(unknown)
             raise ConfigError(f"RayPPOTrainer takes no {names}: settings say which workers start, and the tokenizer.")
         if plan is None:
             config = settle(config if isinstance(config, Config) else compose(config, takes_objects=True))

@@ -105,9 +105,9 @@ class RayWorkerGroup:
         that look import nothing of ours, so they end long before a worker would have started."""
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         bundles = placement_group_table(placement)["bundles_to_node_id"]
-        places = [PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index) for index in bundles]
+        where = [PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index) for index in bundles]
         with NamedTemporaryFile(dir=folder, prefix=".seen_") as new:
-            tasks = [ray.remote(num_cpus=0, scheduling_strategy=place)(os.path.exists) for place in places]
+            tasks = [ray.remote(num_cpus=0, scheduling_strategy=each)(os.path.exists) for each in where]
             answers = self._wait("look", [task.remote(new.name) for task in tasks])
         if blind := [hosts[node] for node, sees in zip(bundles.values(), answers, strict=True) if not sees]:
             raise ConfigError(f"trainer.default_local_dir: {blind} do not see {folder}: name a shared disk.")
@@ -195,7 +195,7 @@ class RayPending:
     def _death(self, rank: int, error: Exception) -> WorkerLost:
         session = ray.get_runtime_context()
         logs = f"{session.get_temp_dir()}/{session.get_session_name()}/logs"
-        name = self.wait.name(rank) + "".join(f" ({state_of(*place)})" for place in self.wait.places[rank : rank + 1])
+        name = self.wait.name(rank) + "".join(f" ({state_of(*each)})" for each in self.wait.places[rank : rank + 1])
         cause = " ".join(line for line in str(error).splitlines() if line[:1] != "\t").rstrip(".")  # those are numbers
         return WorkerLost(f"worker {name} died in {self.wait.verb}: {cause}. Its log is there, under {logs}.")
 

@@ -32,8 +32,8 @@ def write_demonstrations(
     seed = derive_seed(config.trainer.seed, f"round {number}")
     if config.env.id is None:
         raise ConfigError("env.id is not set: name the environment that the player plays, as in env.id=FrozenLake-v1.")
-    others = {"env.mode": "step", "trainer.seed": derive_seed(seed, "demonstrated_states") % 2**31}
-    environment = build_environment(with_settings(config, others))
+    settings = {"env.mode": "step", "trainer.seed": derive_seed(seed, "demonstrated_states") % 2**31}
+    environment = build_environment(with_settings(config, settings))
     dataset = env_dataset(data_settings(config), environment, None, size=1)
     demonstrations = Demonstrations(environment, dataset, player, seed)
     dump_jsonl(output, islice(demonstrations.turns() if history == "turns" else demonstrations.transcripts(), rows))

@@ -100,8 +100,8 @@ class Demonstrations:
         try:
             return self.write(self.player(self.environment, state), state)
         except Exception as error:  # whatever the user's player raises
-            place = f"after reset(seed={state.seed}) and actions {list(state.actions)}"
-            raise ValueError(f"--player {self.name}, {place}: {type(error).__name__}: {error}") from error
+            position = f"after reset(seed={state.seed}) and actions {list(state.actions)}"
+            raise ValueError(f"--player {self.name}, {position}: {type(error).__name__}: {error}") from error
 
     def write(self, action: Any, state: Any) -> str:
         """Returns the canonical answer for an action, with short numbers; where it has none, the first character that
@@ -116,7 +116,7 @@ class Demonstrations:
 
 
 def round_action(action: Any, space: spaces.Space) -> Any:
-    """Returns a plain action with the numbers of a Box round_action to two digits of its range."""
+    """Returns a plain action with the numbers of a Box rounded to two digits of its range."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.values() if isinstance(space, spaces.Dict) else space
         return tuple(round_action(value, part) for value, part in zip(action, parts, strict=True))

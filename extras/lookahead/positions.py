@@ -198,8 +198,8 @@ def with_seed(states: States, seed: tuple[int, ...]) -> States:
     ]
 
 
-def are_equal(states: States, others: States) -> bool:
+def are_equal(states: States, later: States) -> bool:
     """Returns whether these are the same generators, none has been drawn from, and none draws from elsewhere."""
-    pairs = list(zip(states, others, strict=False))
-    same = len(states) == len(others) and all(first is second for (first, _), (second, _) in pairs)
+    pairs = list(zip(states, later, strict=False))
+    same = len(states) == len(later) and all(first is second for (first, _), (second, _) in pairs)
     return same and all(a is not None and pickle.dumps(a) == pickle.dumps(b) for (_, a), (_, b) in pairs)
