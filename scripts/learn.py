@@ -46,10 +46,12 @@ from extras.sft.settings import SFTConfig
 from scripts.quickstart import compose as compose_sft
 from workers.ray_group import start_command
 
-MODEL = "actor_rollout_ref.model.path="
+MODEL, ROLLOUT = "actor_rollout_ref.model.path=", "actor_rollout_ref.rollout"
 EPISODES = 100  # held-out ones
+CHOSEN_BY = "env.val_seed=2000000"  # of the episodes by which stages are kept, so that the held-out ones choose nothing
 ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
+LEAST_LEFT = 0.1  # part of the time with which reinforcement begins
 RATES = {"random": ("1e-3", "2e-4"), "trained": ("1e-4", "1e-5")}  # of imitation and of RL, by the model's weights
 SFT = ["data.train_batch_size=32", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
 GENTLE = [  # what imitation has taught is kept: without it few moves survive
@@ -76,7 +78,8 @@ class Course:
         minutes: after which no stage begins.
         rows, labels: most states that are imitated in a round, and which moves.
         weights: of the model at the start, random or trained; they decide learning rates.
-        results: by stage, its command, its result, and its seconds.
+        results: by stage, its command, its result, and its seconds; those of earlier commands, too.
+        done: names of the stages that this command has done, or done before.
         model: the best model so far; `value` is its held-out return.
     """
 
@@ -89,6 +92,7 @@ class Course:
     model: str = ""
     value: float = -float("inf")
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
 
     @property
     def record(self) -> Path:
@@ -96,15 +100,16 @@ class Course:
 
     def path(self, name: str, settings: Sequence[str]) -> Path:
         """Returns the path of what a stage leaves: other settings have another, and never go on from there."""
-        return self.folder / f"{name}_{sha256(shlex.join(settings).encode()).hexdigest()[:6]}"
+        return self.folder / f"{name}_{digest(settings)}"
 
     def run(self, name: str, command: Sequence[str], work: Callable[[], Any]) -> Any:
         """Runs a stage, or reads what it gave when the same command ran it before."""
         text = shlex.join(["python", *command])
-        done = self.results.get(name)
-        if done and done["command"] == text:
-            print(f"{name}: done before, in {done['seconds']:.0f} s")
-            return done["result"]
+        before = self.results.get(name)
+        self.done.append(name)
+        if before and before["command"] == text:
+            print(f"{name}: done before, in {before['seconds']:.0f} s")
+            return before["result"]
         print(f"\n{name}: {text}", flush=True)
         wall, cpu = time.monotonic(), time.process_time()
         result = work()
@@ -121,11 +126,18 @@ class Course:
 
     @property
     def seconds_left(self) -> float:
-        return 60 * self.minutes - sum(stage["seconds"] for stage in self.results.values())
+        return 60 * self.minutes - sum(self.results[name]["seconds"] for name in self.done)
 
     def is_short_of(self, *stages: str) -> bool:
-        """Says whether there is too little time to run these stages again."""
-        return self.seconds_left < sum(self.results[name]["seconds"] for name in stages)
+        """Says whether there is too little time to run these stages again, and prints it."""
+        needed = sum(self.results[name]["seconds"] for name in stages)
+        if is_short := self.seconds_left < needed:
+            print(f"{self.seconds_left:.0f} s are left, and another round takes {needed:.0f} s.")
+        return is_short
+
+
+def digest(settings: Sequence[str]) -> str:
+    return sha256(shlex.join(settings).encode()).hexdigest()[:6]
 
 
 def train(overrides: Sequence[str]) -> dict[str, float]:
@@ -155,6 +167,9 @@ def enrol(arguments: argparse.Namespace) -> tuple[Config, Course]:
     """Returns the config that the user's settings make, and the course, with what was done before."""
     name = Path(arguments.environment.rpartition(":")[2]).name
     settings = [f"env.id={arguments.environment}", f"trainer.seed={arguments.seed}", *arguments.overrides]
+    options = [*settings[1:], str(arguments.rows), arguments.labels]
+    if options != ["trainer.seed=0", str(ROWS), "best"]:  # others go on in a folder of their own
+        name = f"{name}_{digest(options)}"
     config = compose("ppo_trainer", [f"trainer.default_local_dir=outputs/learn/{name}", *settings], takes_objects=True)
     if config.actor_rollout_ref.model.path is None and config.env.path == EnvConfig().path:
         settings.append("env.kwargs.instruction=")  # a model of random weights cannot read one
@@ -180,37 +195,36 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
     course.model = start_model(config, course)
     rows = demonstrations(course, seen, 1)
     course.settings += [f"env.val_episodes={EPISODES}", *measure(rows, course.model)]
-    before = course.value = evaluate(course, "untrained", course.model)
+    before = evaluate(course, "untrained", course.model)
+    course.value = evaluate(course, "return of the untrained", course.model, CHOSEN_BY)
     if course.rows:
         imitate_in_rounds(course, seen, rows)
     stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
     for name, settings in stages.items():
         if name == "states" and not seen.repeatable:
             continue
-        if course.seconds_left > 0 and not seen.is_mastered_by(course.value):
+        if course.seconds_left > LEAST_LEFT * 60 * course.minutes and not (
+            seen.is_sure and seen.is_mastered_by(course.value)
+        ):
             consider(course, name, reinforce(course, name, settings))
     return summarise(course, seen, before)
 
 
 def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
-    """Plays the best model's answers sampled, too; writes and returns what came of all stages."""
-    settings = [
-        "trainer.val_only=true",
-        "trainer.log_val_generations=1",
-        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
-    ]
-    sampled = return_of(course.train("sampled", [*with_model(course.model), *settings]))
+    """Plays the held-out episodes by the best model, greedy and sampled; writes and returns what came of all stages."""
+    after = evaluate(course, "held-out return", course.model, "trainer.log_val_generations=1")
+    sampled = evaluate(course, "sampled", course.model, f"{ROLLOUT}.val_kwargs.do_sample=true")
     summary = {
         "random": seen.random,
         "teacher": seen.teacher,
         "labels": " ".join(seen.settings),
         "before": before,
-        "after": course.value,
+        "after": after,
         "sampled": sampled,
         "model": course.model,
-        "verdict": verdict(seen, course.value),
-        "seconds": {name: stage["seconds"] for name, stage in course.results.items()},
-        "cpu": {name: stage["cpu"] for name, stage in course.results.items()},
+        "verdict": verdict(seen, after),
+        "seconds": {name: course.results[name]["seconds"] for name in course.done},
+        "cpu": {name: course.results[name]["cpu"] for name in course.done},
     }
     (course.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
@@ -301,17 +315,18 @@ def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
 
 def consider(course: Course, name: str, model: str) -> bool:
     """Keeps a model that earns more in held-out episodes than the best before; returns whether it does."""
-    value = evaluate(course, f"return of {name}", model)
+    value = evaluate(course, f"return of {name}", model, CHOSEN_BY)
     if gains := value > course.value:
         course.model, course.value = model, value
     else:
-        print(f"{name} is not kept: it earns {value:.3g}, the model before {course.value:.3g}")
+        print(f"{name} is not kept: it earns {value:.3g}, and the model before {course.value:.3g}")
     return gains
 
 
-def evaluate(course: Course, name: str, model: str) -> float:
-    shown = ["trainer.val_only=true", "trainer.log_val_generations=0"]
-    return return_of(course.train(name, [*with_model(model), *shown]))
+def evaluate(course: Course, name: str, model: str, *settings: str) -> float:
+    """Returns the mean return of a model's greedy answers in the held-out episodes, or as `settings` say."""
+    quiet = ["trainer.val_only=true", "trainer.log_val_generations=0"]
+    return return_of(course.train(name, [*with_model(model), *quiet, *settings]))
 
 
 def with_model(path: str) -> list[str]:
@@ -324,22 +339,22 @@ def return_of(metrics: dict[str, float]) -> float:
 
 def verdict(seen: Look, value: float) -> str:
     """Says how far it was learnt; where it was not, what stood in the way, and what would help."""
-    share = seen.share(value)
-    if not seen.settings:
+    share, judged = seen.share(value), " ".join(seen.settings)
+    own = "rows of a better player: `python -m extras.imitate --player file.py:player` (docs/learn.md)"
+    if not judged:
         learnt = "better than the random player" if value > seen.random else "not learnt"
         return (
             f"{learnt}: no player of search or playouts is better than the random one here, so only its moves could be "
-            "imitated. Write player(environment, state) -> action, and its rows: `python -m extras.imitate --player "
-            "file.py:player`."
+            f"imitated. Give it {own}."
         )
     if seen.is_mastered_by(value):
-        return "mastered: as good as the player that it imitates"
-    if share >= 0.5:
-        return f"learnt: {share:.0%} of the way from the random player to the one that it imitates"
+        limit = "" if seen.is_sure else f", who looks ahead by random play. Where you know better, give it {own}"
+        return f"mastered: as good as the player that it imitates ({judged}){limit}."
+    learnt = "learnt" if share >= 0.9 else "partly learnt" if share > 0.1 else "not learnt"
     return (
-        f"{'partly' if share > 0.1 else 'not'} learnt: {max(share, 0):.0%} of the way from the random player to the "
-        f"one that it imitates ({' '.join(seen.settings)}). Give it more --minutes, show the state so that a model can "
-        "read it (docs/environments.md), or name a pretrained actor_rollout_ref.model.path."
+        f"{learnt}: {max(share, 0):.0%} of the way from the random player to the one that it imitates ({judged}), who "
+        f"earns {seen.teacher:.3g}. What may help: more --minutes; a state that is easier to read "
+        f"(docs/environments.md); a pretrained actor_rollout_ref.model.path; {own}."
     )
 
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from configs.loader import compose
@@ -56,7 +57,7 @@ def course(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
 def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, capsys: pytest.CaptureFixture[str]):
     summary, stages = course(NIM)
     printed = capsys.readouterr().out
-    assert [*stages][:5] == ["look", "demonstrations 1", "untrained", "imitation 1", "return of imitation 1"]
+    assert [*stages][:5] == ["look", "demonstrations 1", "untrained", "return of the untrained", "imitation 1"]
     assert {"states", "return of states", "episodes", "return of episodes", "sampled"} <= {*stages}
     for stage in stages.values():
         assert stage["command"] in printed
@@ -66,8 +67,10 @@ def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, caps
     assert summary["labels"].startswith("env.kwargs.reward=playouts")
     assert -1 <= summary["random"] < 0 < summary["teacher"] <= 1
     returns = {name.removeprefix("return of "): stage["result"] for name, stage in stages.items()}
-    kept = max(summary["before"], *(learn.return_of(returns[name]) for name in ("imitation 1", "states", "episodes")))
-    assert summary["after"] == kept
+    assert summary["after"] == learn.return_of(stages["held-out return"]["result"])
+    tried = {name: learn.return_of(returns[name]) for name in ("the untrained", "imitation 1", "states", "episodes")}
+    best = max(tried, key=tried.get)
+    assert best == "the untrained" or best.replace(" ", "_") in summary["model"]
     assert games.row("nim", -0.5, 1.0, [summary], [0.5]).startswith("| nim | -0.50 | 1.00 |")  # of `make games`
 
     again, unchanged = course(NIM)
@@ -102,5 +105,20 @@ def test_mastery_and_shares_by_hand():
     unsure = Look(**{**asdict(seen), "error": 0.5})
     assert unsure.is_mastered_by(0.5) and not unsure.is_mastered_by(0.49)
     assert not Look(**{**asdict(seen), "teacher": -1.0}).is_mastered_by(5.0)
-    one, other = Earnings(1.0, 0.3, 0.0), Earnings(0.0, 0.4, 0.0)
-    assert one.is_above(other, 1.9) and not one.is_above(other, 2.1)
+    one, other = (Earnings(np.ones(4), np.array(each), 0.0) for each in ([0.5, 0.4, 0.9, 0.6], [0.2, 0.3, 0.4, 0.3]))
+    assert one.is_above(other, 4.0) and not one.is_above(other, 4.5)  # by 0.3 ± 0.0707, sooner and not more
+    assert not one.is_above(one, 0.0)
+
+
+def test_a_user_who_sets_how_moves_are_judged_is_not_overruled(course):
+    settings = ("env.kwargs.reward=playouts", "env.kwargs.horizon=2", "env.kwargs.playouts=3")
+    summary, stages = course(NIM, *settings)
+    assert summary["labels"] == settings[0] and settings[1] in stages["demonstrations 1"]["command"]
+
+
+def test_time_counts_the_stages_of_this_command_alone(tmp_path: Path):
+    earlier = {"imitation 1": {"command": "python other", "result": 1, "seconds": 900, "cpu": 1}}
+    course = learn.Course(tmp_path, [], minutes=1, results=earlier)
+    assert course.seconds_left == 60
+    assert course.run("look", ["this"], lambda: 5) == 5 and course.seconds_left > 59
+    assert not course.is_short_of("look") and course.is_short_of("imitation 1")

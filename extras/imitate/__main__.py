@@ -13,6 +13,8 @@ import argparse
 from itertools import islice
 from pathlib import Path
 
+from rich.progress import track
+
 from configs.checks import check_output_folder
 from configs.errors import ConfigError
 from configs.loader import compose
@@ -36,7 +38,8 @@ def write_demonstrations(
     environment = build_environment(with_settings(config, settings))
     dataset = env_dataset(data_settings(config), environment, None, size=1)
     demonstrations = Demonstrations(environment, dataset, player, seed)
-    dump_jsonl(output, islice(demonstrations.turns() if history == "turns" else demonstrations.transcripts(), rows))
+    written = islice(demonstrations.turns() if history == "turns" else demonstrations.transcripts(), rows)
+    dump_jsonl(output, track(written, "writing demonstrations", total=rows))
 
 
 def main() -> None:

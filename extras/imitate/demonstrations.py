@@ -16,7 +16,8 @@ from data.types import Row
 
 Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
-OF_A_RESET, OF_A_SEARCH = 4, 10  # rows: few of many are more unlike; but one search knows all moves of its reset
+OF_A_RESET = 4  # rows: few of many are more unlike than many of few
+MOST_IDLE = 1000  # resets, one after the other, without a row
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 
@@ -63,15 +64,23 @@ class Demonstrations:
     def turns(self) -> Iterator[Row]:
         """Yields rows without end, each a state and the answer.
 
-        A reset gives a few: every other a training state, else its start, and where play leads to from there.
+        A reset gives a few: every other a training state, else its start, and where play leads to from there. States
+        in which the best player knows no better move than any other are left out. Raises ValueError if all are such.
         """
+        idle = 0
         for index in count():
             seed, from_start = self.environment.train_seed(index), index % 2 == 0 or not self.environment.repeatable
             start = self.environment.start_state(seed) if from_start else self.environment.get_state(index, seed)
             self.episode.reset(start.seed, start.actions)
-            length = OF_A_SEARCH if self.environment.reward == "search" else OF_A_RESET
-            for state, answer in islice(self.play(), length):
+            idle += 1
+            for state, answer in islice((turn for turn in self.play() if self.tells_apart(turn[0])), OF_A_RESET):
+                idle = 0
                 yield {"prompt": self.dataset.messages(state), "response": answer}
+            if idle == MOST_IDLE:
+                raise ValueError(f"--player best: in no state of {idle} resets is a move better than another.")
+
+    def tells_apart(self, state: Any) -> bool:
+        return self.name != "best" or bool(self.environment.optimal_actions(state))
 
     def transcripts(self) -> Iterator[Row]:
         """Yields rows without end, each an episode of the player as a conversation."""

@@ -23,7 +23,7 @@ from training.environment import build_environment, episode_seeds
 TRIED = 20  # episodes of a player that is considered
 HORIZONS = (3, 10)  # of playouts, before those to the end
 MASTERED = 0.95  # of the way from the random player to the teacher
-SURE = 2.0  # standard errors by which a player has to be better than the random one
+SURE = 2.0  # standard errors by which a player has to be better than the random one, and than who thinks less
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Look:
         settings: key=value, by which an environment knows them; []: they are not known, and the teacher is random.
         repeatable: whether it can be set to any of its states.
         error: the standard error of the teacher's return.
+        is_sure: whether these moves are the best that there are, and no estimates.
         seconds: that it takes to know the best move of a state.
     """
 
@@ -45,6 +46,7 @@ class Look:
     repeatable: bool
     error: float
     seconds: float
+    is_sure: bool = False
 
     def share(self, value: float) -> float:
         """Returns how far a return is on the way from the random player's to the teacher's."""
@@ -64,34 +66,44 @@ def look(config: Config, episodes: int) -> dict[str, Any]:
     print(f"actions: {world.env.action_space}; {environment.max_turns} turns at most; an observation:")
     print(environment.start_state(0).text)
     seeds = episode_seeds(with_settings(config.env, {"val_episodes": episodes}))
-    random = Earnings.of(environment, "random", seeds)
-    print(f"random player: return {random} in {episodes} held-out episodes")
-    best, settings = random, []
+    held_out = Earnings.of(environment, "random", seeds)
+    print(f"random player: return {held_out} in {episodes} held-out episodes")
+    tried = range(seeds[-1] + 1, seeds[-1] + 1 + TRIED)
+    random = best = Earnings.of(environment, "random", tried)
+    settings, is_sure = [], False
     for arguments in ways_to_judge(environment) if environment.repeatable else ():
-        earnings = judge(config, arguments, seeds[-1] + 1)
-        if earnings is not None and earnings.is_above(random, SURE) and earnings.is_above(best, 1.0):
+        earnings = judge(config, arguments, tried)
+        if earnings is not None and earnings.is_above(random, SURE) and earnings.is_above(best, SURE):
             best, settings = earnings, [f"env.kwargs.{name}={value}" for name, value in arguments.items()]
-        if settings and arguments["reward"] != "playouts":
+            is_sure = arguments["reward"] != "playouts"
+        if is_sure:
             break  # nothing knows better
+    teacher = best if settings else held_out
     print(f"moves are judged by: {' '.join(settings) or 'nothing: any legal move is as good as another'}")
-    return asdict(Look(random.mean, best.mean, settings, environment.repeatable, best.error, best.seconds))
+    return asdict(
+        Look(held_out.mean, teacher.mean, settings, environment.repeatable, teacher.error, teacher.seconds, is_sure)
+    )
 
 
 def ways_to_judge(environment: Any) -> Iterator[dict[str, Any]]:
-    """Yields arguments of the environment by which moves may be judged, those that know most first."""
-    if environment.reward == "progress":
-        yield {"reward": "progress"}
+    """Yields arguments of the environment by which moves may be judged, those that know most first; where the user has
+    set some, these alone."""
+    if environment.reward != "env":
+        yield {"reward": environment.reward}
+        if environment.reward != "progress":
+            return
     yield {"reward": "search"}
-    yield from ({"reward": "playouts", "horizon": horizon} for horizon in HORIZONS if horizon < environment.max_turns)
+    horizons = [each for each in HORIZONS if each < environment.max_turns] if environment.horizon is None else []
+    yield from ({"reward": "playouts", "horizon": horizon} for horizon in horizons)
     yield {"reward": "playouts"}
 
 
-def judge(config: Config, arguments: dict[str, Any], seed: int) -> "Earnings | None":
+def judge(config: Config, arguments: dict[str, Any], seeds: Sequence[int]) -> "Earnings | None":
     """Returns what the player earns who makes the best moves by these arguments; None: they do not fit."""
     name = " ".join(f"{key}={value}" for key, value in arguments.items())
     try:
         environment = environment_of(with_settings(config, {"env.kwargs": {**config.env.kwargs, **arguments}}))
-        earnings = Earnings.of(environment, "best", range(seed, seed + TRIED))
+        earnings = Earnings.of(environment, "best", seeds)
     except ValueError as error:
         print(f"{name}: {error.__cause__ or error}")
         return None
@@ -108,32 +120,44 @@ class Earnings:
     """Returns of whole episodes of a player.
 
     Attributes:
-        mean, error: of the returns, and the standard error of that.
+        returns: of the episodes; discounted: the same, by env.kwargs.discount, so that sooner is better.
         seconds: that a move took.
     """
 
-    mean: float
-    error: float
+    returns: np.ndarray
+    discounted: np.ndarray
     seconds: float
 
     @classmethod
     def of(cls, environment: Any, player: str, seeds: Sequence[int]) -> "Earnings":
         """Plays an episode from each reset."""
-        episode, choose, returns, moves = environment.clone(), load_player(player, environment, 0), [], 0
+        episode, choose, rewards = environment.clone(), load_player(player, environment, 0), []
         started = time.perf_counter()
         for seed in seeds:
             episode.reset(seed)
-            info = {"end_reason": None}
-            while info["end_reason"] is None:
-                *_, info = episode.act(choose(environment, episode.state))
-            returns.append(info["return"])
-            moves += info["turns"]
-        seconds = (time.perf_counter() - started) / moves
-        return cls(float(np.mean(returns)), float(np.std(returns) / len(returns) ** 0.5), seconds)
+            rewards.append([])
+            end_reason = None
+            while end_reason is None:
+                _, reward, _, _, info = episode.act(choose(environment, episode.state))
+                rewards[-1].append(reward)
+                end_reason = info["end_reason"]
+        seconds = (time.perf_counter() - started) / sum(map(len, rewards))
+        discounted = [np.dot(each, environment.discount ** np.arange(len(each))) for each in rewards]
+        return cls(np.array([*map(sum, rewards)]), np.array(discounted), seconds)
+
+    @property
+    def mean(self) -> float:
+        return float(self.returns.mean())
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return float(self.returns.std() / len(self.returns) ** 0.5)
 
     def is_above(self, other: "Earnings", errors: float) -> bool:
-        """Says whether the mean is larger by so many standard errors of the difference."""
-        return self.mean - other.mean > errors * np.hypot(self.error, other.error)
+        """Says whether it earns more in the same episodes, discounted, by so many standard errors."""
+        gains = self.discounted - other.discounted
+        return bool(gains.mean() > errors * gains.std() / len(gains) ** 0.5)
 
     def __str__(self) -> str:
         return f"{self.mean:.3g} ± {self.error:.2g}"

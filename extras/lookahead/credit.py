@@ -19,8 +19,8 @@ from extras.lookahead.positions import CANNOT, Position, Positions, are_equal, w
 
 NO_MOVE = -0.5  # beside 0 for the worst and 1 for the best
 MOST_MAPS, MOST_STATES = 64, 4096  # that are kept
-DRAWN = 8  # actions of a state that are compared where they are not numbered
-MOST_TEXTS = 512  # of a space of texts whose every text is compared
+MOST_MOVES = 512  # of a space whose every action is compared
+GRID, OF_A_NUMBER = 27, 9  # actions of a Box that are compared, and values of each number: the same in all states
 SPREAD = 1e-9  # values closer than this part of the largest are equal
 TRIALS, MOVES = 3, 12  # walks on which positions are tried out, and their moves
 PLAYOUTS_INSTEAD = "set env.kwargs.reward=playouts"
@@ -56,6 +56,14 @@ class Map:
         return np.flatnonzero(high - low > SPREAD * max(np.abs(self.values).max(), 1)).tolist()
 
 
+def moves_of(environment: Any) -> tuple[Any, ...]:
+    """Lists the moves that are compared in every state, of a Box some; () where there are too many."""
+    if environment.actions:
+        return tuple(environment.actions)
+    world = environment.world_of(environment.train_seed(0))
+    return tuple(dict.fromkeys(map(world.acts.plain, grid(world.env.action_space))))
+
+
 def explore(environment: Any, seed: int) -> Map:
     """Tries all moves in all positions that a reset reaches, breadth first, each twice.
 
@@ -69,7 +77,7 @@ def explore(environment: Any, seed: int) -> Map:
     frontier, ways, rows = deque([start]), [()], []
     while frontier:
         position, row = frontier.popleft(), []
-        for way in [(*ways[len(rows)], action) for action in environment.actions]:
+        for way in [(*ways[len(rows)], action) for action in moves_of(environment)]:
             first, second = (attempt(world, positions, position, way) for _ in range(2))
             if first != second:
                 reason = f"a move has one outcome, then another, {reset} and actions {list(way)}"
@@ -134,6 +142,10 @@ class Credit:
         self.environment = environment
         self.compute = lru_cache(MOST_STATES)(self.compute)
 
+    @cached_property
+    def moves(self) -> tuple[Any, ...]:
+        return moves_of(self.environment)
+
     def check(self) -> None:
         """Raises NoCredit for an environment whose positions cannot be put back."""
         for seed in range(TRIALS):
@@ -183,8 +195,27 @@ def extremes(values: dict[Any, float]) -> tuple[float, float, float]:
     return low, high, SPREAD * max(abs(low), abs(high), 1)
 
 
+def grid(space: gym.Space) -> list[Any]:
+    """Lists all actions of a space, of a Box those on a grid; [] where they are too many."""
+    match space:
+        case gym.spaces.Discrete():
+            return [*range(int(space.start), int(space.start + space.n))] if space.n <= MOST_MOVES else []
+        case gym.spaces.MultiDiscrete() if space.nvec.prod() <= MOST_MOVES:
+            numbers = np.indices(space.nvec.ravel()).reshape(space.nvec.size, -1).T
+            return [*(numbers.reshape(-1, *space.shape) + space.start).astype(space.dtype)]
+        case gym.spaces.Text() if len(space.character_set) ** space.max_length <= MOST_MOVES:
+            lengths = range(space.min_length, space.max_length + 1)
+            return ["".join(text) for n in lengths for text in product(sorted(space.character_set), repeat=n)]
+        case gym.spaces.Box() if space.is_bounded() and (most := int(GRID ** (1 / space.low.size) + 1e-9)) >= 3:
+            points = min(most - 1 + most % 2, OF_A_NUMBER)  # odd: the middle is one
+            steps = np.linspace(space.low.ravel(), space.high.ravel(), points)
+            numbers = np.stack([axis.ravel() for axis in np.meshgrid(*steps.T, indexing="ij")], -1)
+            return [*numbers.reshape(-1, *space.shape).astype(space.dtype)]
+    return []
+
+
 class Search(Credit):
-    """Knows the best play of an environment without chance, of numbered actions and few positions."""
+    """Knows the best play of an environment without chance, of few actions and few positions."""
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -193,8 +224,9 @@ class Search(Credit):
     def check(self) -> None:
         """Raises NoCredit for an environment of another kind, as far as its first training state shows."""
         environment, discount = self.environment, self.environment.discount
-        if not environment.actions:
-            raise no_credit(environment, "its actions are not numbered", PLAYOUTS_INSTEAD)
+        space = environment.world_of(environment.train_seed(0)).env.action_space
+        if not self.moves or (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
+            raise no_credit(environment, f"its actions, {space}, are no list of at most {MOST_MOVES}", PLAYOUTS_INSTEAD)
         if not 0 <= discount < 1:
             remedy = "set one below 1, so that sooner is better"
             raise no_credit(environment, f"env.kwargs.discount={discount} never ends on a circle", remedy)
@@ -206,12 +238,12 @@ class Search(Credit):
         return [reached.ways[position] for position in reached.useful]
 
     def compute(self, seed: int, actions: tuple[Any, ...]) -> dict[Any, float]:
-        reached, numbered, position = self.map_of(seed), self.environment.actions, 0
+        reached, position = self.map_of(seed), 0
         for action in actions:
-            position = reached.following[position, numbered.index(action)]
+            position = reached.following[position, self.moves.index(action)]
             if position < 0:
                 raise ValueError(f"after reset(seed={seed}) the actions {list(actions)} end the episode")
-        return dict(zip(numbered, reached.values[position].tolist(), strict=True))
+        return dict(zip(self.moves, reached.values[position].tolist(), strict=True))
 
 
 class Playouts(Credit):
@@ -235,14 +267,7 @@ class Playouts(Credit):
 
     def candidates(self, seed: int, actions: tuple[Any, ...]) -> tuple[Any, ...]:
         """Lists the moves that are compared in a state: all, or some that are drawn for it."""
-        environment = self.environment
-        space = environment.world_of(seed).env.action_space
-        if environment.actions:
-            return tuple(environment.actions)
-        if isinstance(space, gym.spaces.Text) and len(space.character_set) ** space.max_length <= MOST_TEXTS:
-            lengths = range(space.min_length, space.max_length + 1)
-            return tuple("".join(text) for n in lengths for text in product(sorted(space.character_set), repeat=n))
-        return tuple(dict.fromkeys(islice(self.random_moves(seed, len(actions)), DRAWN)))
+        return self.moves or tuple(dict.fromkeys(islice(self.random_moves(seed, len(actions)), GRID)))
 
     def random_moves(self, seed: int, number: int) -> Iterator[Any]:
         """Yields random moves without end, that follow from both numbers."""

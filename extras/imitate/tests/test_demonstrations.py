@@ -38,7 +38,7 @@ class Anything(gym.Env):
     def step(self, action):
         assert self.action_space.contains(action)
         self.moves += 1
-        return self.moves, float(len(str(action)) % 2), self.moves == 3, False, {}
+        return self.moves, float(sum(map(ord, str(action))) % 3), self.moves == 3, False, {}
 
 
 gym.register("Anything-v0", Anything)
