@@ -8,7 +8,7 @@ environment spells one out, as `<|im_end|>`, it is encoded as the text that it i
 import json
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count
@@ -65,10 +65,19 @@ def clean_message(message: Message, joins: bool = False) -> Message:
     return message
 
 
-def clean_messages(messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-    """Returns messages as the template of this tokenizer takes them."""
-    joins = vars(tokenizer).get("images") is None
-    return [clean_message(message, joins) for message in messages]
+def clean_messages(
+    messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase, write_call: Callable[..., str] | None = None
+) -> list[Message]:
+    """Returns messages as the template of this tokenizer takes them; `write_call` makes texts of their calls."""
+    joins, cleaned = vars(tokenizer).get("images") is None, []
+    for message in messages:
+        message = clean_message(message, joins)
+        if write_call and (calls := message.pop("tool_calls", None)):
+            functions = [call.get("function", call) for call in calls]
+            texts = [message["content"], *(write_call(each["name"], each["arguments"]) for each in functions)]
+            message["content"] = "\n".join(filter(None, texts))
+        cleaned.append(message)
+    return cleaned
 
 
 def join_texts(parts: list[Any]) -> str:
@@ -96,8 +105,15 @@ def as_messages(prompt: Prompt | None) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
 
 
-def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_text: str = "", **kwargs: Any) -> list[int]:
-    """Encodes a prompt, up to where the answer starts; `tool_text` ends its system message.
+def encode_prompt(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    tool_text: str = "",
+    write_call: Callable[..., str] | None = None,
+    **kwargs: Any,
+) -> list[int]:
+    """Encodes a prompt, up to where the answer starts; `tool_text` ends its system message, and `write_call` writes its
+    calls.
 
     Chat messages go through the tokenizer's template with `kwargs`, or without one become `role: content` lines. Of the
     special tokens that they and tools spell out, an assistant's are tokens. A string is encoded as it is.
@@ -107,7 +123,7 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_text:
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    messages = clean_messages(prompt, tokenizer)
+    messages = clean_messages(prompt, tokenizer, write_call)
     messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in messages]
     if tool_text:
         messages = told_of_tools(messages, as_text(tool_text, tokenizer))
@@ -121,11 +137,14 @@ def tool_kwargs(
     schemas: list[dict[str, Any]], parser: ToolParser, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Returns the arguments of `encode_prompt` that describe tools: schemas for a template that knows of tools, else
-    as `tool_text` in the parser's layout, where the template writes system messages."""
+    as `tool_text` in the parser's layout, where the template writes system messages; calls likewise."""
     if not schemas:
         return {}
     text = "" if shows_tools(tokenizer) else parser.describe(schemas)
-    return {"tools": schemas} | ({"tool_text": text} if text and shows_system(tokenizer) else {})
+    if not text or not shows_system(tokenizer):
+        return {"tools": schemas}
+    writes = type(parser).write is not ToolParser.write and "tool_calls" not in str(tokenizer.chat_template)
+    return {"tools": schemas, "tool_text": text} | ({"write_call": parser.write} if writes else {})
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -172,10 +191,11 @@ def check_writes(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **
     if mark:
         kind, number = MARK.fullmatch(mark).groups()
         message, name = messages[int(number)], tokenizer.name_or_path or type(tokenizer).__name__
-        beside = " beside its tool calls" if kind != "calls" and message.get("tool_calls") else ""
+        role, beside = message["role"], " beside tool calls" if kind != "calls" and message.get("tool_calls") else ""
+        instead = "" if role == "assistant" else "say it as system or user, or "
         raise ValueError(
-            f"the chat template of {name} leaves out the {kind} of a message of the role {message['role']}{beside}: "
-            f"{'' if beside else 'say it as system or user, or '}set model.custom_chat_template to one that writes it."
+            f"the chat template of {name} leaves out the {kind} of a message of the role {role}{beside}: {instead}set "
+            "model.custom_chat_template to one that writes it."
         )
 
 
@@ -264,7 +284,7 @@ def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
     notice_once(
         "the tokenizer has no chat template: messages become 'role: content' lines, unless custom_chat_template is set."
     )
-    if not all(isinstance(message.get("content"), str) for message in messages):
+    if any(message.get("tool_calls") or not isinstance(message.get("content"), str) for message in messages):
         raise ValueError("messages with parts or tool calls need a tokenizer with a chat template.")
     lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
     return lines + ("assistant:" if generation_prompt else "")
@@ -327,7 +347,7 @@ class ChatFormat:
 
     def render(self, messages: list[Message], generation_prompt: bool) -> str:
         """Returns the messages as the text that the template makes of them."""
-        messages = clean_messages(messages, self.tokenizer)
+        messages = clean_messages(messages, self.tokenizer, self.template_kwargs.get("write_call"))
         return render(messages, self.tokenizer, generation_prompt, **self.template_kwargs)
 
     def _refusal(self, problem: str) -> ValueError:

@@ -164,7 +164,7 @@ class AgentLoopBase:
         self, messages: list[dict[str, Any]], tools: Any = None, *media: Any, remove_system_prompt: bool = False,
         **_: Any,
     ) -> list[int]:  # fmt: skip
-        """Token ids of messages, with the generation prompt; as `after_answer`, if the system prompt is to be removed."""
+        """Token ids of messages, with the generation prompt; of `after_answer`, if that is asked."""
         if remove_system_prompt:
             return await self.after_answer(messages, tools=tools)
         return encode_prompt(messages, self.tokenizer, **self._template_kwargs(tools))

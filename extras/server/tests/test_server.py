@@ -189,6 +189,7 @@ def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model)
         assert vars(streamed.function) == vars(call.function) and last.choices[0].finish_reason == "tool_calls"
         answered = [*CHAT, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
         client.chat.completions.create(**asked | {"messages": answered})
+        assert 'ab\n<tool_call>\n{"name": "find", "arguments": {"what": 1}}\n</tool_call>' in prompts[-1]
         function = {"name": "find", "arguments": ""}
         only_calls = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
         client.chat.completions.create(**asked | {"messages": [*CHAT, only_calls]})
