@@ -210,8 +210,8 @@ def with_marks(message: Message, number: int) -> Message:
 
     def mark_call(call: dict[str, Any]) -> dict[str, Any]:
         function, name = call.get("function", call), "calls" + next(marks)
-        if "id" in call:  # Kimi K2's template writes ids instead of names, which they hold
-            call = call | {"id": name if function["name"] in str(call["id"]) else "0" * len(str(call["id"]))}
+        if call_id := str(call.get("id") or ""):  # Kimi K2's template writes it instead of the name, which it holds
+            call = call | {"id": name if call_id.startswith(f"functions.{function['name']}") else "0" * len(call_id)}
         changed = {"name": name, "arguments": {"calls" + next(marks): 0} if function["arguments"] else {}}
         return call | ({"function": function | changed} if "function" in call else changed)
 
