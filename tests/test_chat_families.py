@@ -120,7 +120,7 @@ FAMILIES = {
         "</arg_value>{% endfor %}\n</tool_call>{% endfor %}{% elif m.role == 'tool' %}<|tool|>\n<tool_response>\n"
         "{{ text }}\n</tool_response>{% elif m.role == 'system' %}<|start|>\n{{ text }}{% endif %}",
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        "<|user|>",
+        "</s>",
     ),
     "Kimi K2": (
         "<|start|>{{ m.name or m.role }}<|stop|>{% if m.role == 'assistant' %}{{ m.content }}"
