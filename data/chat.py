@@ -24,6 +24,7 @@ from data.tool_parsers import ToolParser
 from data.types import Message
 
 Prompt = str | list[Message]
+WriteCall = Callable[[str, dict[str, Any]], str] | None  # of a tool's name and arguments
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment
 THOUGHT = "thought-0417"
 THOUGHTFUL = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
@@ -66,7 +67,7 @@ def clean_message(message: Message, joins: bool = False) -> Message:
 
 
 def clean_messages(
-    messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase, write_call: Callable[..., str] | None = None
+    messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase, write_call: WriteCall = None
 ) -> list[Message]:
     """Returns messages as the template of this tokenizer takes them; `write_call` makes texts of their calls."""
     joins, cleaned = vars(tokenizer).get("images") is None, []
@@ -106,14 +107,9 @@ def as_messages(prompt: Prompt | None) -> list[Message]:
 
 
 def encode_prompt(
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase,
-    tool_text: str = "",
-    write_call: Callable[..., str] | None = None,
-    **kwargs: Any,
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_text: str = "", write_call: WriteCall = None, **kwargs: Any
 ) -> list[int]:
-    """Encodes a prompt, up to where the answer starts; `tool_text` ends its system message, and `write_call` writes its
-    calls.
+    """Encodes a prompt, up to where the answer starts; `tool_text` ends its system message, `write_call` writes calls.
 
     Chat messages go through the tokenizer's template with `kwargs`, or without one become `role: content` lines. Of the
     special tokens that they and tools spell out, an assistant's are tokens. A string is encoded as it is.
@@ -202,11 +198,14 @@ def check_writes(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **
 def with_marks(message: Message, number: int) -> Message:
     """Returns a message with a mark in place of each text and call that a template has to write; thoughts have none."""
     marks = (f"-0417-{number}-{serial}-" for serial in count())
-    is_answer = message["role"] == "assistant"
 
     def mark(kind: str, text: str) -> str:
-        pieces = THOUGHTS.split(text) if is_answer else [text]
+        pieces = THOUGHTS.split(text) if message["role"] == "assistant" else [text]
         return "<think>\n0417\n</think>".join(kind + next(marks) if piece.strip() else piece for piece in pieces)
+
+    def mark_part(part: Any) -> Any:
+        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+        return part | {"text": mark("parts", part["text"])} if is_text else part
 
     def mark_call(call: dict[str, Any]) -> dict[str, Any]:
         function, name = call.get("function", call), "calls" + next(marks)
@@ -220,15 +219,13 @@ def with_marks(message: Message, number: int) -> Message:
     if isinstance(content := message.get("content"), str):
         marked["content"] = mark("text", content)
     elif isinstance(content, list):
-        marked["content"] = [
-            each | {"text": mark("parts", each["text"])} if "text" in each else each for each in content
-        ]
+        marked["content"] = [*map(mark_part, content)]
     if message.get("tool_calls"):
         marked["tool_calls"] = [*map(mark_call, message["tool_calls"])]
     return marked
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def lost_mark(shape: str, kwargs: str, tokenizer: PreTrainedTokenizerBase, _template: str) -> str:
     """Returns the first mark of the messages in `shape` that the template does not write; "" if there is none.
 
