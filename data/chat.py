@@ -5,9 +5,13 @@ it and the next answer is appended to them. Only the template writes special tok
 environment spells one out, as `<|im_end|>`, it is encoded as the text that it is.
 """
 
+import json
 import re
 import reprlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,15 +24,18 @@ from data.tool_parsers import ToolParser
 from data.types import Message
 
 Prompt = str | list[Message]
+WriteCall = Callable[[str, dict[str, Any]], str] | None  # of a tool's name and arguments
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment
 THOUGHT = "thought-0417"
 THOUGHTFUL = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
 WRITTEN_OUT = re.compile(r"""\[\{\s*['"](role|content)['"]\s*:""")  # a list of messages, as str or json.dumps writes it
+MARK = re.compile(r"(text|parts|calls)-0417-(\d+)-\d+-")  # stands for what a message of this number says
+THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode keeps it out of all texts
 
 
 def parse_prompt(value: Any) -> Prompt:
-    """Reads a prompt column's value: a string, or chat messages, without the nulls that parquet adds."""
+    """Reads a prompt column's value: a string, or chat messages, each as `clean_message` has it."""
     if isinstance(value, np.ndarray):  # pandas makes it of a list in a parquet file
         value = value.tolist()
     if isinstance(value, str):
@@ -44,7 +51,54 @@ def parse_prompt(value: Any) -> Prompt:
             case _:
                 shown = reprlib.repr(message)
                 raise ValueError(f"the prompt holds {shown}; a chat message needs a 'role' and a 'content'.")
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
+    return [clean_message(message) for message in value]
+
+
+def clean_message(message: Message, joins: bool = False) -> Message:
+    """Returns a message without the nulls that parquet adds, and with its calls as templates take them: beside a
+    content, with arguments as values. A content in parts is one text, where a model without images `joins` them."""
+    message = {key: item for key, item in message.items() if item is not None}
+    if isinstance(parts := message.get("content"), list):
+        parts = [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in parts]
+        message["content"] = join_texts(parts) if joins else parts
+    if message.get("tool_calls"):
+        message = {"content": ""} | message | {"tool_calls": [*map(read_call, message["tool_calls"])]}
+    return message
+
+
+def clean_messages(
+    messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase, write_call: WriteCall = None
+) -> list[Message]:
+    """Returns messages as the template of this tokenizer takes them; `write_call` makes texts of their calls."""
+    joins, cleaned = vars(tokenizer).get("images") is None, []
+    for message in messages:
+        message = clean_message(message, joins)
+        if write_call and (calls := message.pop("tool_calls", None)):
+            functions = [call.get("function", call) for call in calls]
+            texts = [message["content"], *(write_call(each["name"], each["arguments"]) for each in functions)]
+            message["content"] = "\n".join(filter(None, texts))
+        cleaned.append(message)
+    return cleaned
+
+
+def join_texts(parts: list[Any]) -> str:
+    """Joins parts of text by line feeds; raises ValueError for other parts."""
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
+        raise ValueError('a part of a content must be {"type": "text", "text": …}: this model reads text alone')
+    return "\n".join(texts)
+
+
+def read_call(call: Any) -> dict[str, Any]:
+    """Returns a tool call whose arguments are a dictionary: JSON texts are read, and without any it is empty."""
+    match call:
+        case {"function": {"name": str()} as function} | ({"name": str()} as function):
+            with suppress(TypeError, ValueError):
+                arguments = function.get("arguments")
+                arguments = json.loads(arguments or "null") if isinstance(arguments, str) else arguments
+                function = function | {"arguments": {} if arguments is None else {**arguments}}
+                return call | {"function": function} if "function" in call else function
+    raise ValueError('tool_calls holds {"function": {"name": …, "arguments": JSON}}')
 
 
 def as_messages(prompt: Prompt | None) -> list[Message]:
@@ -52,15 +106,21 @@ def as_messages(prompt: Prompt | None) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
 
 
-def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_text: str = "", **kwargs: Any) -> list[int]:
-    """Encodes a prompt, up to where the answer starts; `tool_text` ends its system message.
+def encode_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_text: str = "", write_call: WriteCall = None, **kwargs: Any
+) -> list[int]:
+    """Encodes a prompt, up to where the answer starts; `tool_text` ends its system message, `write_call` writes calls.
 
     Chat messages go through the tokenizer's template with `kwargs`, or without one become `role: content` lines. Of the
     special tokens that they and tools spell out, an assistant's are tokens. A string is encoded as it is.
+
+    Raises:
+        ValueError: the template leaves out what a message says; names its role, and the remedy.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in prompt]
+    messages = clean_messages(prompt, tokenizer, write_call)
+    messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in messages]
     if tool_text:
         messages = told_of_tools(messages, as_text(tool_text, tokenizer))
     if "tools" in kwargs:
@@ -73,11 +133,14 @@ def tool_kwargs(
     schemas: list[dict[str, Any]], parser: ToolParser, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Returns the arguments of `encode_prompt` that describe tools: schemas for a template that knows of tools, else
-    as `tool_text` in the parser's layout, where the template writes system messages."""
+    as `tool_text` in the parser's layout, where the template writes system messages; calls likewise."""
     if not schemas:
         return {}
     text = "" if shows_tools(tokenizer) else parser.describe(schemas)
-    return {"tools": schemas} | ({"tool_text": text} if text and shows_system(tokenizer) else {})
+    if not text or not shows_system(tokenizer):
+        return {"tools": schemas}
+    writes = type(parser).write is not ToolParser.write and "tool_calls" not in str(tokenizer.chat_template)
+    return {"tools": schemas, "tool_text": text} | ({"write_call": parser.write} if writes else {})
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -88,7 +151,7 @@ def shows_system(tokenizer: PreTrainedTokenizerBase) -> bool:
     messages = [{"role": "system", "content": ANSWER}, {"role": "user", "content": QUESTION}]
     try:
         return ANSWER in render(messages, tokenizer, generation_prompt=True)
-    except TemplateError:  # Gemma's refuses them
+    except (TemplateError, ValueError):  # refuses them, as Gemma's, or leaves them out
         return False
 
 
@@ -107,12 +170,81 @@ def told_of_tools(messages: list[Message], descriptions: str) -> list[Message]:
 def render(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, generation_prompt: bool, **template_kwargs: Any
 ) -> str:
-    """Returns the messages as the text that the template makes of them, or `plain_chat` without one."""
+    """Returns the messages as the text that the template makes of them, or `plain_chat` without one; raises ValueError
+    if the template leaves out what one of them says."""
     if tokenizer.chat_template is None:
         return plain_chat(messages, generation_prompt)
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=generation_prompt, **template_kwargs
-    )
+    kwargs = {"tokenize": False, "add_generation_prompt": generation_prompt, **template_kwargs}
+    text = tokenizer.apply_chat_template(messages, **kwargs)
+    check_writes(messages, tokenizer, **kwargs)
+    return text
+
+
+def check_writes(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> None:
+    """Raises ValueError if the chat template leaves out a text or a call of these messages; thoughts it may cut."""
+    shape = json.dumps([with_marks(message, number) for number, message in enumerate(messages)], default=str)
+    mark = lost_mark(shape, json.dumps(template_kwargs, default=str), tokenizer, str(tokenizer.chat_template))
+    if mark:
+        kind, number = MARK.fullmatch(mark).groups()
+        message, name = messages[int(number)], tokenizer.name_or_path or type(tokenizer).__name__
+        role, beside = message["role"], " beside tool calls" if kind != "calls" and message.get("tool_calls") else ""
+        instead = "" if role == "assistant" else "say it as system or user, or "
+        raise ValueError(
+            f"the chat template of {name} leaves out the {kind} of a message of the role {role}{beside}: {instead}set "
+            "model.custom_chat_template to one that writes it."
+        )
+
+
+def with_marks(message: Message, number: int) -> Message:
+    """Returns a message with a mark in place of each text and call that a template has to write; thoughts have none."""
+    marks = (f"-0417-{number}-{serial}-" for serial in count())
+
+    def mark(kind: str, text: str) -> str:
+        pieces = THOUGHTS.split(text) if message["role"] == "assistant" else [text]
+        return "<think>\n0417\n</think>".join(kind + next(marks) if piece.strip() else piece for piece in pieces)
+
+    def mark_part(part: Any) -> Any:
+        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+        return part | {"text": mark("parts", part["text"])} if is_text else part
+
+    def mark_call(call: dict[str, Any]) -> dict[str, Any]:
+        function, name = call.get("function", call), "calls" + next(marks)
+        if call_id := str(call.get("id") or ""):  # Kimi K2's template writes it instead of the name, which it holds
+            call = call | {"id": name if call_id.startswith(f"functions.{function['name']}") else "0" * len(call_id)}
+        changed = {"name": name, "arguments": {"calls" + next(marks): 0} if function["arguments"] else {}}
+        return call | ({"function": function | changed} if "function" in call else changed)
+
+    marked = {key: "0" * min(len(item), 9) if isinstance(item, str) else item for key, item in message.items()}
+    marked |= {key: message[key] for key in ("role", "name") if key in message}
+    if isinstance(content := message.get("content"), str):
+        marked["content"] = mark("text", content)
+    elif isinstance(content, list):
+        marked["content"] = [*map(mark_part, content)]
+    if message.get("tool_calls"):
+        marked["tool_calls"] = [*map(mark_call, message["tool_calls"])]
+    return marked
+
+
+@lru_cache(maxsize=1024)
+def lost_mark(shape: str, kwargs: str, tokenizer: PreTrainedTokenizerBase, _template: str) -> str:
+    """Returns the first mark of the messages in `shape` that the template does not write; "" if there is none.
+
+    What is said beside calls need not be written once others speak: gpt-oss's template takes it for a thought.
+    """
+    messages = json.loads(shape)
+
+    def write(end: int) -> str:
+        with suppress(TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            return tokenizer.apply_chat_template(messages[:end], **json.loads(kwargs))
+        return shape  # who renders the messages themselves gets the error
+
+    text = write(len(messages))
+    for mark in MARK.finditer(shape):
+        number = int(mark[2])
+        may_be_thought = mark[1] != "calls" and messages[number].get("tool_calls")
+        if mark[0] not in text and not (may_be_thought and mark[0] in write(number + 1)):
+            return mark[0]
+    return ""
 
 
 def as_text(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -149,7 +281,7 @@ def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
     notice_once(
         "the tokenizer has no chat template: messages become 'role: content' lines, unless custom_chat_template is set."
     )
-    if not all(isinstance(message.get("content"), str) for message in messages):
+    if any(message.get("tool_calls") or not isinstance(message.get("content"), str) for message in messages):
         raise ValueError("messages with parts or tool calls need a tokenizer with a chat template.")
     lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
     return lines + ("assistant:" if generation_prompt else "")
@@ -212,6 +344,7 @@ class ChatFormat:
 
     def render(self, messages: list[Message], generation_prompt: bool) -> str:
         """Returns the messages as the text that the template makes of them."""
+        messages = clean_messages(messages, self.tokenizer, self.template_kwargs.get("write_call"))
         return render(messages, self.tokenizer, generation_prompt, **self.template_kwargs)
 
     def _refusal(self, problem: str) -> ValueError:

@@ -41,6 +41,7 @@ RUN_COLUMNS = frozenset((
 NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns
 ENDINGS_OF_DATASETS = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv", ".arrow")  # which the package `datasets` reads
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
+OF_TOOLS = ("tools", "tool_calls", "function")  # keys of what describes tools, or calls them
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
 LONGEST_CELL = 1 << 30  # characters; csv's own limit is 128 K
 SHOWN, SHOWN_BAD = 3, 5  # rows that are spelt out: of those left out, of those that end the run
@@ -89,7 +90,7 @@ def rows_of(value: Any, name: str) -> list[Row]:
     """Lists the rows of a `datasets.Dataset`, a data frame or rows; `name` is what messages call them."""
     match value:
         case object(to_list=to_list):
-            rows = to_list()
+            rows = without_nulls(to_list())
         case object(to_dict=to_dict):
             rows = to_dict("records")
         case _:
@@ -267,7 +268,7 @@ def read_file(path: Path, key: str = "") -> Iterator[Found]:
     try:
         if path.suffix == ".parquet":  # pandas would make floats of integers beside a null
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
-            return ((Origin(str(path), number), row) for number, row in enumerate(rows))
+            return ((Origin(str(path), number), without_nulls(row)) for number, row in enumerate(rows))
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # Excel's and Notepad's mark of UTF-8
         if path.suffix == ".csv":
             return iter([*read_csv(str(path), content.decode())])
@@ -280,6 +281,16 @@ def read_file(path: Path, key: str = "") -> Iterator[Found]:
     except (pyarrow.ArrowException, csv.Error, OSError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{from_key(path, key)}: it cannot be read as {path.suffix[1:]}: {error}") from error
     return read_json_lines(str(path), content)
+
+
+def without_nulls(value: Any, of_tools: bool = False) -> Any:
+    """Returns what Arrow holds without the nulls in tools and their calls, to which it gives the keys of all rows'."""
+    if isinstance(value, list):
+        return [without_nulls(item, of_tools) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: item for key, item in value.items() if item is not None or not of_tools}
+    return {key: without_nulls(item, of_tools or key in OF_TOOLS) for key, item in kept.items()}
 
 
 def read_json_lines(file: str, content: bytes) -> Iterator[Found]:

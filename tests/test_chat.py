@@ -131,8 +131,9 @@ REFUSED = {
 def test_a_template_that_does_not_only_append_is_named(name: str):
     tokenizer = tokenizer_with(REFUSED[name], "</s>")
     tokenizer.name_or_path = "models/odd"
-    says = r"chat template of models/odd .*role user.*custom_chat_template.*env\.history"
-    with pytest.raises(ValueError, match=says):
+    says = {"drops answers": "the text of a message of the role assistant: set model"}
+    says = says.get(name, r"role user.*custom_chat_template.*env\.history")
+    with pytest.raises(ValueError, match=f"chat template of models/odd .*{says}"):
         ChatFormat(tokenizer, {}).increment([{"role": "user", "content": "b"}], stopped=True)
 
 

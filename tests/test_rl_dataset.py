@@ -19,6 +19,7 @@ from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler
 from tests.runs import compose
 from tests.test_chat import tokenizer_with
+from tests.test_chat_families import chat_of
 from training.preparation import check_rows, overlong_rows, row_maker
 
 TEMPLATE = (
@@ -150,7 +151,9 @@ def test_messages_without_a_template_become_lines_with_one_notice(untemplated, c
     assert text(untemplated, encode_prompt(QUESTION, untemplated)) == expected
     assert capsys.readouterr().err.count("the tokenizer has no chat template") == 1
     with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
-        encode_prompt([{"role": "user", "content": [{"type": "text", "text": "?"}]}], untemplated)
+        encode_prompt([{"role": "assistant", "content": "?", "tool_calls": [{"name": "add"}]}], untemplated)
+    [parts] = ([{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}],)
+    assert text(untemplated, encode_prompt(parts, untemplated)) == "user: 1\n2\nassistant:"
 
 
 def test_nulls_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path, tokenizer):
@@ -158,6 +161,35 @@ def test_nulls_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path,
     row = dataset(write(tmp_path / "rows.parquet", [{"prompt": prompt}]), tokenizer)[0]
     assert row["prompt"][1] == {"role": "user", "content": "b", "name": None}
     assert row["raw_prompt"] == prompt
+
+
+def calls(*arguments: object) -> list[dict]:
+    """Rows whose prompts end with a call, each with its own arguments."""
+    functions = [{"name": "add", "arguments": each} for each in arguments]
+    asked = [{"role": "assistant", "content": None, "tool_calls": [{"function": each}]} for each in functions]
+    return [{"prompt": [{"role": "user", "content": "a"}, call], "note": {"x": None, "y": 1}} for call in asked]
+
+
+@pytest.mark.parametrize(
+    ("ending", "arguments", "written"),
+    [
+        (".parquet", [{"city": "Rome"}, {"x": 1, "y": {"z": [2]}}, {}], None),
+        (".jsonl", [{"city": None}, '{"x": 1}', "", None, "null"], ['{"city": null}', '{"x": 1}', "{}", "{}", "{}"]),
+        (".parquet", ['{"x": 1}', "{}", None], ['{"x": 1}', "{}", "{}"]),
+    ],
+)
+def test_arguments_of_calls_reach_the_template_as_they_were_meant(tmp_path, ending, arguments, written):
+    """JSON texts are values, and the keys that Arrow gives to all rows are no arguments; other columns keep theirs."""
+    rows = dataset(write(tmp_path / f"rows{ending}", calls(*arguments)), qwen := chat_of("Qwen2.5").tokenizer)
+    for row, expected in zip(rows, written or map(json.dumps, arguments), strict=True):
+        assert f'"arguments": {expected}}}\n</tool_call>' in text(qwen, row["raw_prompt_ids"])
+        assert row["note"] == {"x": None, "y": 1}
+
+
+@pytest.mark.parametrize("arguments", ["{", "3", '"x"', [1]])
+def test_arguments_that_are_no_dictionary_are_refused(tmp_path, tokenizer, arguments):
+    with pytest.raises(ValueError, match=r'rows.jsonl.*tool_calls holds \{"function": \{"name": …, "arguments": JSON'):
+        dataset(write(tmp_path / "rows.jsonl", calls(arguments)), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["train_files", "val_files"])

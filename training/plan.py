@@ -12,7 +12,7 @@ from configs.extras import Registry, asked_for, check_present, find
 from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
 from configs.loader import options
 from configs.schema import Config, DataConfig
-from data.chat import ChatFormat
+from data.chat import QUESTION, ChatFormat
 from data.pretrained import check_has_head, check_positions, load_model_config, load_tokenizer
 from data.seeding import seed_everything
 from training.advantage import estimator_needs
@@ -81,7 +81,10 @@ def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer
         conversations.tell(tokenizer)
     data = data_settings(config, conversations and conversations.template_kwargs(tokenizer))
     speaks = conversations is not None and conversations.users is not None
-    check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs), speaks)
+    chat = ChatFormat(tokenizer, data.apply_chat_template_kwargs)
+    check_goes_on(config, chat, speaks)
+    if conversations and conversations.tools:
+        chat.increment_text([{"role": "tool", "content": QUESTION}])  # raises for a template that does not write it
     roles = needed_roles(config, trainer_class.reads)
     return Plan(config, trainer_class, roles, tokenizer, conversations, data)
 

@@ -18,7 +18,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import encode_prompt, render
+from data.chat import clean_message, encode_prompt, render
 from data.tool_parsers import ParsedAnswer, ToolParser
 from data.types import Completion, SamplingParams
 from extras.server.streaming import Piece
@@ -335,23 +335,13 @@ def check_characters(body: Json) -> None:
 
 
 def with_text(message: Json, reads_images: bool = False) -> Json:
-    """Returns a message as templates take it: the content as `as_string` has it, "" if there are only calls, and
-    arguments of calls as values, not as JSON ("" is none)."""
-    has_content = "content" in message or message.get("tool_calls")
-    changed = {"content": as_string(message.get("content", ""), reads_images)} if has_content else {}
-    if "tool_calls" in message:
-        try:
-            calls = [(call, call["function"], call["function"]["arguments"]) for call in message["tool_calls"]]
-            changed["tool_calls"] = [
-                {
-                    **call,
-                    "function": {**function, "arguments": json.loads(args or "{}") if isinstance(args, str) else args},
-                }
-                for call, function, args in calls
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError('tool_calls holds {"function": {"name": …, "arguments": JSON}}') from error
-    return message | changed
+    """Returns a message as templates take it: as `clean_message` does, and the content as `as_string` does."""
+    message = clean_message(message)
+    if not all("function" in call for call in message.get("tool_calls") or ()):
+        raise ValueError('tool_calls holds {"function": {"name": …, "arguments": JSON}}')
+    return (
+        message | {"content": as_string(message.get("content", ""), reads_images)} if "content" in message else message
+    )
 
 
 def as_string(content: Any, reads_images: bool) -> Any:

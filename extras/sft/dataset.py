@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, check_reads, load_subclass
-from data.chat import QUESTION, ChatFormat, Prompt, as_messages, parse_prompt
+from data.chat import QUESTION, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
 from data.padding import media_of
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
@@ -267,6 +267,7 @@ class ConversationFormat:
                 f"to learn: data.roles_to_train={self.config.roles_to_train}, and a weight of 0 leaves one out."
             )
         messages = [{key: value for key, value in each.items() if key != "weight"} for each in messages[:count]]
+        messages = clean_messages(messages, self.tokenizer)
         chat = self.chat(tools)
         split = self.mask_from_template if self.uses_markers else self.mask_by_turns
         return sample_of(split(messages, learnt[:count], chat))
@@ -281,6 +282,7 @@ class ConversationFormat:
 
     def mask_from_template(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterable[Part]:
         """Splits a conversation by the template's generation markers, each around one answer."""
+        check_writes(messages, self.tokenizer, tokenize=False, **chat.template_kwargs)
         encoded = self.tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **chat.template_kwargs
         )

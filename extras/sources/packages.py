@@ -12,7 +12,7 @@ from types import ModuleType
 import yaml
 
 from configs.paths import find_path
-from data.rows import SAVED_TO_DISK, Found, Origin
+from data.rows import SAVED_TO_DISK, Found, Origin, without_nulls
 
 KINDS = {".jsonl.gz": "json", ".json.gz": "json", ".csv.gz": "csv", ".tsv": "csv", ".arrow": "arrow"}  # by the ending
 ANSWER_FORMAT = "Give the final answer between <answer> and </answer>."
@@ -38,7 +38,7 @@ def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[
             f"{source} cannot be loaded: {type(error).__name__}: {error}. The form is datasets:NAME?split=train&"
             "name=CONFIGURATION; without a network, save it by save_to_disk and name the folder."
         ) from error
-    return ((Origin(source, number), dict(row)) for number, row in enumerate(dataset))
+    return ((Origin(source, number), without_nulls(dict(row))) for number, row in enumerate(dataset))
 
 
 def read_reasoning_gym(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:

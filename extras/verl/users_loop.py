@@ -67,9 +67,10 @@ class TokenOutput(list):
 
     def __init__(
         self, token_ids: Sequence[int], log_probs: list[float] | None = None, stop_reason: str | None = None,
-        extra_fields: dict[str, Any] | None = None,
+        extra_fields: dict[str, Any] | None = None, stopped: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(token_ids)
+        self.stopped = stopped  # by a stop id, and not for its length
         self.token_ids, self.log_probs, self.stop_reason = list(token_ids), log_probs, stop_reason
         self.routed_experts, self.num_preempted, self.extra_fields = None, None, extra_fields or {}
 
@@ -112,7 +113,8 @@ class LLMServerClient:
             self.waiting, self.went_on = self.waiting - 1, True
         self.answers[turn] = (prompt, done)
         reason = "aborted" if done.finish_reason == "aborted" else "completed"
-        return TokenOutput(done.token_ids, list(done.log_probs), reason, {"global_steps": done.weight_version})
+        versions, stopped = {"global_steps": done.weight_version}, done.finish_reason == "stop"
+        return TokenOutput(done.token_ids, list(done.log_probs), reason, versions, stopped)
 
     def begins_anew(self) -> bool:
         """Says whether the policy is answering, or has answered since the last call: then the deadline begins anew."""
@@ -150,7 +152,7 @@ class AgentLoopBase:
         user = {"role": "user", "content": ""}
         try:
             single, pair = (self._encode([user] * count, add_generation_prompt=False) for count in (1, 2))
-        except TemplateError:  # it takes no two users in a row
+        except (TemplateError, ValueError):  # it takes no two users in a row, or there is none
             return []
         return single[: 2 * len(single) - len(pair)]
 
@@ -162,10 +164,18 @@ class AgentLoopBase:
         self, messages: list[dict[str, Any]], tools: Any = None, *media: Any, remove_system_prompt: bool = False,
         **_: Any,
     ) -> list[int]:  # fmt: skip
-        """Token ids of messages, with the generation prompt; without the `system_prompt`, if that is asked."""
-        kwargs = self.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
-        ids = encode_prompt(messages, self.tokenizer, **kwargs)
-        return ids[len(self.system_prompt) :] if remove_system_prompt else ids
+        """Token ids of messages, with the generation prompt; of `after_answer`, if that is asked."""
+        if remove_system_prompt:
+            return await self.after_answer(messages, tools=tools)
+        return encode_prompt(messages, self.tokenizer, **self._template_kwargs(tools))
+
+    async def after_answer(self, messages: list[dict[str, Any]], stopped: bool = True, tools: Any = None) -> list[int]:
+        """Token ids of what the template writes from an answer to the next when `messages` follow it; of one that has
+        not `stopped` by itself also the end. Raises ValueError where the template does not only append."""
+        return ChatFormat(self.tokenizer, self._template_kwargs(tools)).increment(messages, stopped)
+
+    def _template_kwargs(self, tools: Any) -> dict[str, Any]:
+        return self.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns no images or videos: the policy reads text here."""

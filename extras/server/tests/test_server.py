@@ -39,6 +39,7 @@ from extras.server.streaming import StreamingEngine
 from extras.server.tests.fixtures import compose, serving
 from tests.runs import ROOT, needs_vllm
 from tests.servers import KEY
+from tests.test_chat_families import template_of
 from workers.engine_pump import AsyncEngine, EngineError
 from workers.models import load_causal_lm
 from workers.rollout import Rollout
@@ -167,6 +168,18 @@ def test_a_template_is_given_its_own_arguments(served, client, monkeypatch):
     assert found == [found[0], found[0], found[0] + 3]
 
 
+def test_a_message_that_the_template_leaves_out_is_refused_and_parts_are_joined(served, client, monkeypatch):
+    monkeypatch.setattr(served.tokenizer, "chat_template", template_of("Qwen3"))
+    asked, parts = {"model": "tiny", "max_tokens": 1}, [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+    with pytest.raises(openai.BadRequestError, match=r"leaves out the text of .* role developer: say it as system or"):
+        client.chat.completions.create(messages=[{"role": "developer", "content": "Add."}, *CHAT], **asked)
+    used = [
+        client.chat.completions.create(messages=[{"role": "user", "content": content}], **asked).usage.prompt_tokens
+        for content in ("1\n2", parts)
+    ]
+    assert used[0] == used[1]
+
+
 def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model):
     tokenizer, prompts = AutoTokenizer.from_pretrained(tiny_model), []
     said = tokenizer('ab<tool_call>{"name": "find", "arguments": {"what": 1}}</tool_call>')["input_ids"]
@@ -189,6 +202,7 @@ def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model)
         assert vars(streamed.function) == vars(call.function) and last.choices[0].finish_reason == "tool_calls"
         answered = [*CHAT, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
         client.chat.completions.create(**asked | {"messages": answered})
+        assert 'ab\n<tool_call>\n{"name": "find", "arguments": {"what": 1}}\n</tool_call>' in prompts[-1]
         function = {"name": "find", "arguments": ""}
         only_calls = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
         client.chat.completions.create(**asked | {"messages": [*CHAT, only_calls]})

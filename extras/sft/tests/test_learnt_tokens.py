@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from configs.schema import DatasetClassConfig
@@ -10,6 +12,7 @@ from data.types import Sample
 from extras.sft.dataset import SFTDataset, create_sft_dataset
 from extras.sft.settings import SFTDataConfig
 from tests.test_chat import TEMPLATES, tokenizer_with
+from tests.test_chat_families import template_of
 
 CHATML, LLAMA, PLAIN = "ChatML, as Qwen and SmolLM2", "headers and a trimmed content, as Llama 3", "none"
 SPACE, LINE = "white space before the end, as Llama 2", "white space before the end, as deepseek-coder"
@@ -135,6 +138,56 @@ def test_markers_without_the_end_are_told_of_once(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.count("will not learn to stop") == 1
     shown(tmp_path, MARKED, conversation(*SAID))
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_calls_of_rows_are_learnt_as_values_without_the_arguments_of_other_rows(tmp_path: Path, ending: str):
+    """Arguments as JSON are not encoded twice; Arrow gives each call and each tool the keys of all."""
+    given = [{"city": "Rome"}, {"x": 1}] if ending == "parquet" else ['{"city": "Rome"}', {"x": 1}]
+    rows = []
+    for arguments, name in zip(given, ("city", "x"), strict=True):
+        row = conversation(
+            ("user", "a"), ("assistant", ""), tools=[{"function": {"name": "f", "is": {name: {"of": 1}}}}]
+        )
+        row["messages"][1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        rows.append(row)
+    file = tmp_path / f"rows.{ending}"
+    if ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template, end = template_of("Qwen2.5"), "<|im_end|>"
+    tokenizer = tokenizer_with("{{ tools | tojson }}" + template, end)
+    dataset = SFTDataset(file, tokenizer, SFTDataConfig(), tokenizer.convert_tokens_to_ids(end))
+    for item, arguments, name in zip(dataset, ('{"city": "Rome"}', '{"x": 1}'), ("city", "x"), strict=True):
+        learnt, read = (
+            "".join(tokenizer.convert_ids_to_tokens(ids))
+            for ids in (item["sample"].token_ids, item["sample"].prompt_ids)
+        )
+        assert learnt == f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+        assert read.startswith(f'[{{"function": {{"name": "f", "is": {{"{name}": {{"of": 1}}}}}}}}]')
+
+
+@pytest.mark.parametrize("role", ["human", "developer", "User"])
+def test_what_the_template_leaves_out_is_refused_however_the_row_is_split(tmp_path: Path, role: str):
+    marked = FORMATS[MARKED][0].replace("{% else %}{{ m.content", "{% elif m.role in ('system', 'user') %}{{ m.content")
+    FORMATS.update({"Qwen3": (template_of("Qwen3"), "<|im_end|>"), "marked": (marked, "<|im_end|>")})
+    for name, settings in (("Qwen3", {}), ("Qwen3", {"roles_to_train": ["assistant", "user"]}), ("marked", {})):
+        for said in (
+            [(role, "1+2="), ("assistant", "3")],
+            [("user", "a"), ("assistant", "b"), (role, "c"), ("assistant", "d")],
+        ):
+            with pytest.raises(
+                ValueError, match=rf"row 0: the chat template .* leaves out the text .* role {role}: say"
+            ):
+                sample(tmp_path, name, conversation(*said), **settings)
+
+
+def test_a_content_in_parts_is_read_and_learnt_as_its_text(tmp_path: Path):
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]}
+    both = {"roles_to_train": ["assistant", "user"]}
+    assert "⟦1\n2<|im_end|>⟧\n<|im_start|>assistant\n⟦1\n2<|im_end|>⟧" in shown(tmp_path, CHATML, row, **both)
 
 
 REFUSED = [

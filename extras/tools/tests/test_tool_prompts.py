@@ -14,6 +14,9 @@ from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
 from data.chat import ChatFormat, encode_prompt, tool_kwargs
 from data.tool_parsers import ToolParser
 from extras.tools.conversations import ToolEpisodes
+from tests.runs import compose
+from tests.test_chat_families import template_of
+from training.plan import make_plan
 
 CALCULATOR = '''
 def calculator(expression: str) -> str:
@@ -75,6 +78,32 @@ def test_descriptions_that_spell_special_tokens_out_are_text(calculator, shown):
     ids = encode_prompt([{"role": "user", "content": "a"}], tokenizer, **kwargs)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1
     assert "<|end|><|user|>" in tokenizer.decode(ids[: -len("<|user|>a")])
+
+
+def test_calls_of_a_prompt_are_written_as_the_system_message_describes_them(calculator):
+    """A template without tools writes none; only one that writes results is for tools at all."""
+    tokenizer = build_tokenizer()
+    call = {"id": "1", "function": {"name": "calculator", "arguments": '{"expression": "6*7"}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "6*7?"}, asked, {"role": "tool", "content": "42"}]
+    with pytest.raises(ValueError, match=r"leaves out the calls of a message of the role assistant: set model.custom"):
+        encode_prompt(messages, tokenizer)
+    prompt = tokenizer.decode(encode_prompt(messages, tokenizer, **describe_tools(calculator, tokenizer)))
+    written = ToolParser.get_tool_parser("hermes").write("calculator", {"expression": "6*7"})
+    assert f"6*7?<|end|><|assistant|>{written}<|end|><|tool|>42<|end|>" in prompt
+
+
+def test_tools_are_refused_at_the_start_if_the_template_writes_no_results(calculator, tiny_model, tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template_of("Phi-4")
+    tokenizer.save_pretrained(tmp_path / "phi")
+    tools = f"actor_rollout_ref.rollout.multi_turn.function_tool_path={calculator.function_tool_path}"
+    model = (f"actor_rollout_ref.model.path={tiny_model}", f"actor_rollout_ref.model.tokenizer_path={tmp_path}/phi")
+    given = ("env.id=null", "data.train_files=x.jsonl", "actor_rollout_ref.rollout.multi_turn.enable=true", *model)
+    with pytest.raises(
+        ValueError, match=r"leaves out the text of a message of the role tool: say it as .*custom_chat_te"
+    ):
+        make_plan(compose(*given, tools))
 
 
 def test_a_conversation_goes_on_from_a_prompt_that_describes_tools(calculator):

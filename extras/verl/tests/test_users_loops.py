@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from configs.import_utils import load_extern_object
 from configs.schema import AgentConfig, ModelConfig
 from custom.tiny_model import build_tokenizer
-from data.chat import encode_prompt
+from data.chat import ChatFormat, encode_prompt
 from data.protocol import DataProto
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
 from data.tools import function_tool
@@ -22,7 +22,10 @@ from data.types import Completion, SamplingParams
 from extras.verl.agents import _agent_loop_registry, register
 from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput, sample_of, sampling_of
 from tests.engines import Scripted
+from tests.pages import WRITTEN_FILE
 from tests.runs import compose
+from tests.test_chat import TEMPLATES, tokenizer_with
+from tests.test_chat_families import FAMILIES, template_of
 from training.environment import begin_episodes, load_agents
 from training.metric_utils import compute_data_metrics
 from training.reward import add_scores
@@ -115,6 +118,58 @@ def test_a_loop_with_a_tool_and_two_turns_makes_the_rows_of_our_own_episode(tiny
         assert torch.equal(ours.batch[name], theirs.batch[name]), name
     assert (ours.turn_ids.max(1).values == 1).sum() >= 3 and (ours.response_mask.sum(1) > 2).any()
     assert set(theirs.failure) == {None} and set(theirs.non_tensor_batch["__num_turns__"]) == {4}
+
+
+def behind(template: str | None, end: str) -> str:
+    """What the template writes behind an answer and its end, until the next; found in the whole conversation."""
+    tokenizer = tokenizer_with(template, end)
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "(x)"}
+    ids = encode_prompt([user, answer, user | {"content": "b"}], tokenizer)
+    text = "".join(tokenizer.convert_ids_to_tokens(ids)).partition("(x)")[2]
+    return text.partition(end)[2] if text.lstrip().startswith(end) else text
+
+
+LAYOUTS = TEMPLATES | {name: (template_of(name), FAMILIES[name][2]) for name in sorted(FAMILIES)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_messages_behind_an_answer_are_what_the_template_writes_there(name: str):
+    """verl's arithmetic lost headers (Phi 3), left `<s>` within rows (Mistral) and lost the \\n behind `<|im_end|>`."""
+    template, end = LAYOUTS[name]
+    tokenizer = tokenizer_with(template, end)
+
+    async def told() -> list[int]:
+        loop = AgentLoopBase(settings(), None, tokenizer)
+        again = [{"role": "user", "content": "b"}]
+        cut = await loop.after_answer(again, stopped=False)
+        assert cut == ChatFormat(tokenizer, {}).increment(again, stopped=False)
+        return await loop.apply_chat_template(again, remove_system_prompt=True)
+
+    expected = behind(template, end)
+    assert "".join(tokenizer.convert_ids_to_tokens(asyncio.run(told()))) == expected and "b" in expected
+
+
+@pytest.mark.parametrize("limit", [16, 2], ids=["an answer that stops", "one that is cut"])
+def test_the_loop_of_the_page_makes_the_tokens_of_the_whole_conversation(tmp_path: Path, limit: int):
+    page = (Path(__file__).parents[3] / "docs/multiturn.md").read_text()
+    (tmp_path / "my_loop.py").write_text(dict(WRITTEN_FILE.findall(page))["my_loop.py"])
+    tokenizer = tokenizer_with(*TEMPLATES["ChatML, as Qwen and SmolLM2"])
+    tokenizer.pad_token = "<s>"
+    more = (f"{TOOLS}.max_tokens_per_turn={limit}", "data.max_prompt_length=128", "data.max_response_length=128")
+    config = settings(f"actor_rollout_ref.rollout.agent.default_agent_loop={tmp_path}/my_loop.py:TwiceAsked", *more)
+    loop = AgentLoop(config, tokenizer, Scripted(config, tokenizer, lambda text, times: "four"), None)
+    batch = begin_episodes(
+        DataProto.from_single_dict(
+            {"raw_prompt": [MESSAGES], "raw_prompt_ids": [encode_prompt(MESSAGES, tokenizer)], "uid": ["a"]}
+        ),
+        f"{tmp_path}/my_loop.py:TwiceAsked",
+    )
+    batch = loop.generate_sequences(batch, SAMPLED, seed=7, first_row=0)
+    answer = {"role": "assistant", "content": "four"[:limit]}
+    whole = encode_prompt([*MESSAGES, answer, {"role": "user", "content": "Sure?"}], tokenizer)
+    row = batch.input_ids[0][batch.attention_mask[0].bool()].tolist()
+    assert row[: len(whole)] == whole and set(batch.failure) == {None}
+    assert "".join(tokenizer.convert_ids_to_tokens(row[len(whole) :])) == ("four<|im_end|>" if limit > 4 else "fo")
 
 
 def test_what_a_loop_says_of_its_row_becomes_columns_scores_and_metrics():

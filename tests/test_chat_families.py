@@ -1,0 +1,254 @@
+"""What a message says is in the prompt, or the message is refused: templates laid out like those of 15 families."""
+
+import pytest
+from jinja2 import TemplateError
+
+from data.chat import ChatFormat, lost_mark
+from data.types import Message
+from tests.test_chat import tokenizer_with
+
+CHATML = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+OPENS = "{{ '<|im_start|>' + m.role + '\n' }}"
+QWEN_TOOL = "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+CALLS = "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles alternate') }}{% endif %}"
+# By family: how it writes each message m, what stands behind all, and the token that ends an answer.
+FAMILIES = {
+    "Qwen2.5": (
+        "{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+        "{% if m.role in ('user', 'system') or m.role == 'assistant' and not m.tool_calls %}"
+        f"{OPENS}{{{{ m.content + '<|im_end|>\n' }}}}{{% elif m.role == 'assistant' %}}{OPENS}"
+        f"{{% if m.content %}}{{{{ m.content }}}}{{% endif %}}{CALLS}<|im_end|>\n"
+        f"{{% elif m.role == 'tool' %}}{QWEN_TOOL}{{% endif %}}",
+        CHATML,
+        "<|im_end|>",
+    ),
+    "Qwen3": (
+        "{% set text = m.content if m.content is string else '' %}"
+        f"{{% if m.role in ('user', 'system') %}}{OPENS}{{{{ text + '<|im_end|>\n' }}}}"
+        "{% elif m.role == 'assistant' %}"
+        f"{OPENS}{{{{ text if loop.last else text.split('</think>')[-1].lstrip('\n') }}}}{CALLS}<|im_end|>\n"
+        f"{{% elif m.role == 'tool' %}}{QWEN_TOOL}{{% endif %}}",
+        CHATML,
+        "<|im_end|>",
+    ),
+    "Llama 2": (
+        "{% if m.role == 'user' %}<s>[INST] {% if loop.previtem and loop.previtem.role == 'system' %}<<SYS>>\n"
+        "{{ loop.previtem.content }}\n<</SYS>>\n\n{% endif %}{{ m.content.strip() }} [/INST]"
+        "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' </s>' }}{% elif m.role != 'system' %}"
+        "{{ raise_exception('roles alternate') }}{% endif %}",
+        "",
+        "</s>",
+    ),
+    "Llama 3.1": (
+        "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+        "<|start|>assistant<|stop|>\n\n{{ {'name': m.tool_calls[0].function.name, 'parameters': "
+        "m.tool_calls[0].function.arguments} | tojson }}<|eot|>{% elif m.role == 'tool' %}"
+        "<|start|>ipython<|stop|>\n\n{{ m.content }}<|eot|>{% else %}"
+        "<|start|>{{ m.role }}<|stop|>\n\n{{ m.content | trim }}<|eot|>{% endif %}",
+        "{% if add_generation_prompt %}<|start|>assistant<|stop|>\n\n{% endif %}",
+        "<|eot|>",
+    ),
+    "Mistral v0.3": (
+        "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+        "{{ raise_exception('ids have 9 characters') }}{% endif %}{{ c.function | tojson }}{% endfor %}]</s>"
+        "{% elif m.role == 'tool' %}{% if m.tool_call_id is not defined %}{{ raise_exception('no id') }}{% endif %}"
+        "[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]{% elif m.role == 'user' %}[INST] {% if loop.first is false and "
+        "loop.previtem.role == 'system' %}{{ loop.previtem.content + '\n\n' }}{% endif %}{{ m.content }}[/INST]"
+        "{% elif m.role == 'assistant' %}{{ ' ' + m.content + '</s>' }}{% elif m.role != 'system' %}"
+        "{{ raise_exception('unknown role') }}{% endif %}",
+        "",
+        "</s>",
+    ),
+    "Gemma 2": (
+        f"{{% if m.role == 'system' %}}{{{{ raise_exception('no system') }}}}{{% endif %}}{ALTERNATE}"
+        "<|start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|stop|>\n",
+        "{% if add_generation_prompt %}<|start|>model\n{% endif %}",
+        "<|stop|>",
+    ),
+    "Phi-3": (
+        "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}"
+        "{% endif %}",
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}",
+        "<|end|>",
+    ),
+    "Phi-4": (
+        "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|im_start|>' + m.role + '<|stop|>' + m.content + "
+        "'<|im_end|>' }}{% endif %}",
+        "{% if add_generation_prompt %}<|im_start|>assistant<|stop|>{% endif %}",
+        "<|im_end|>",
+    ),
+    "DeepSeek-R1": (
+        "{% if m.role == 'system' and loop.first %}{{ m.content }}{% elif m.role == 'user' %}<|user|>{{ m.content }}"
+        "{% elif m.role == 'assistant' %}<|assistant|>{{ m.content.split('</think>')[-1] }}{% for c in m.tool_calls or "
+        "[] %}<|tool|>{{ c.function.name }}\n{{ c.function.arguments | tojson }}{% endfor %}</s>"
+        "{% elif m.role == 'tool' %}<|tool|>{{ m.content }}<|end|>{% endif %}",
+        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}",
+        "</s>",
+    ),
+    "SmolLM2": (f"{OPENS}{{{{ m.content + '<|im_end|>\n' }}}}", CHATML, "<|im_end|>"),
+    "Zephyr": (
+        "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|' + m.role + '|>\n' + m.content + '</s>' }}\n"
+        "{% endif %}",
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "</s>",
+    ),
+    "Granite 3": (
+        "<|start|>{{ m.role }}<|stop|>{{ m.content }}{% if m.tool_calls %}<|tool|>{{ m.tool_calls | tojson }}"
+        "{% endif %}<|end|>\n",
+        "{% if add_generation_prompt %}<|start|>assistant<|stop|>{% endif %}",
+        "<|end|>",
+    ),
+    "gpt-oss": (
+        "{% if m.role in ('system', 'developer') and loop.first %}<|start|>developer<|stop|># Instructions\n\n"
+        "{{ m.content }}<|end|>{% elif m.role == 'user' %}<|start|>user<|stop|>{{ m.content }}<|end|>"
+        "{% elif m.tool_calls %}{% if m.content and messages[loop.index:] | selectattr('role', 'eq', 'assistant') | "
+        "list | length == 0 %}<|start|>assistant analysis<|stop|>{{ m.content }}<|end|>{% endif %}"
+        "<|start|>assistant to={{ m.tool_calls[0].function.name }}<|stop|>"
+        "{{ m.tool_calls[0].function.arguments | tojson }}<|eot|>{% elif m.role == 'assistant' %}"
+        "<|start|>assistant final<|stop|>{{ m.content }}<|end|>{% elif m.role == 'tool' %}"
+        "{% if not loop.previtem.tool_calls %}{{ raise_exception('no call before') }}{% endif %}"
+        "<|start|>tool<|stop|>{{ m.content | tojson }}<|end|>{% endif %}",
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        "<|end|>",
+    ),
+    "GLM-4.5": (
+        "{% set text = m.content if m.content is string else m.content | map(attribute='text') | join %}"
+        "{% if m.role == 'user' %}<|user|>\n{{ text }}{% elif m.role == 'assistant' %}<|assistant|>\n"
+        "{{ text.split('</think>')[-1].strip() }}{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}"
+        "{% for key, value in c.function.arguments.items() %}\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value }}"
+        "</arg_value>{% endfor %}\n</tool_call>{% endfor %}{% elif m.role == 'tool' %}<|tool|>\n<tool_response>\n"
+        "{{ text }}\n</tool_response>{% elif m.role == 'system' %}<|start|>\n{{ text }}{% endif %}",
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "</s>",
+    ),
+    "Kimi K2": (
+        "<|start|>{{ m.name or m.role }}<|stop|>{% if m.role == 'assistant' %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<|tool|>{{ c.id }}<|stop|>{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% elif m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{{ m.content }}{% else %}{{ m.content }}"
+        "{% endif %}<|im_end|>",
+        "{% if add_generation_prompt %}<|start|>assistant<|stop|>{% endif %}",
+        "<|im_end|>",
+    ),
+}
+
+
+def template_of(family: str) -> str:
+    each, behind, _ = FAMILIES[family]
+    return f"{{% for m in messages %}}{each}{{% endfor %}}{behind}"
+
+
+def call(arguments: object = None, call_id: str = "functions.add:0") -> dict:
+    return {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+USER, ANSWER = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "told"}
+RESULT = {"role": "tool", "content": "nine", "tool_call_id": "a1b2c3d4e"}
+PARTS = [{"type": "text", "text": "first", "image": None}, {"type": "text", "text": "then"}]
+
+
+def calling(*calls: dict, content: str | None = None) -> list[Message]:
+    return [USER, {"role": "assistant", "content": content, "tool_calls": list(calls)}, RESULT]
+
+
+# By case: the messages, and what of them the prompt has to say.
+CASES = {
+    "system": ([{"role": "system", "content": "rule"}, USER], ["rule", "ask"]),
+    "user": ([USER], ["ask"]),
+    "user in parts": ([{"role": "user", "content": PARTS}], ["first\nthen"]),
+    "system in parts": ([{"role": "system", "content": PARTS}, USER], ["first\nthen", "ask"]),
+    "answer": ([USER, ANSWER, USER], ["told", "ask"]),
+    "answer in parts": ([USER, {"role": "assistant", "content": PARTS}, USER], ["first\nthen"]),
+    "answer behind a thought": ([USER, {"role": "assistant", "content": "<think>hm</think>told"}, USER], ["told"]),
+    "answer before a thought": (
+        [USER, {"role": "assistant", "content": "told<think>hm</think>so"}, USER],
+        ["told", "so"],
+    ),
+    "calls": (calling(call('{"key": 31}')), ["add", "key", "31", "nine"]),
+    "a call without arguments": (calling(call()), ["add", "nine"]),
+    "a call with another id": (calling(call({"key": 31}, "a1b2c3d4e")), ["add", "key", "31", "nine"]),
+    "text beside calls": (calling(call({"key": 31}, "a1b2c3d4e"), content="look"), ["look", "add", "key", "nine"]),
+    "text beside calls, and an answer": (
+        [*calling(call({"key": 31}, "a1b2c3d4e"), content="look"), ANSWER, USER],
+        ["key", "31", "told"],
+    ),
+    "a tool's result": ([USER, ANSWER, {"role": "tool", "content": "nine"}], ["nine"]),
+    "a tool's result in parts": ([USER, ANSWER, {"role": "tool", "content": PARTS}], ["first\nthen"]),
+    "developer": ([{"role": "developer", "content": "rule"}, USER], ["rule", "ask"]),
+    "human": ([{"role": "human", "content": "ask"}], ["ask"]),
+    "User": ([{"role": "User", "content": "ask"}], ["ask"]),
+    "second system": (
+        [{"role": "system", "content": "rule"}, USER, {"role": "system", "content": "late"}],
+        ["rule", "late"],
+    ),
+}
+
+
+ODD = {"developer", "human", "User"}
+RESULTS = {"a tool's result", "a tool's result in parts"}
+BESIDE = {"text beside calls", "text beside calls, and an answer"}
+WITH_CALLS = {"calls", "a call without arguments", "a call with another id", *BESIDE}
+# What each family leaves out or refuses; it writes the other cases.
+REFUSED = {
+    "Qwen2.5": ODD,
+    "Qwen3": {"answer before a thought", *ODD},
+    "Llama 2": {"second system", *WITH_CALLS, *RESULTS, *ODD},
+    "Llama 3.1": BESIDE,
+    "Mistral v0.3": {"calls", "a call without arguments", "second system", *BESIDE, *RESULTS, *ODD},
+    "Gemma 2": {"system", "system in parts", "second system", *WITH_CALLS, *RESULTS, *ODD},
+    "Phi-3": {*WITH_CALLS, *RESULTS, *ODD},
+    "Phi-4": {*WITH_CALLS, *RESULTS, *ODD},
+    "DeepSeek-R1": {"answer before a thought", "second system", *ODD},
+    "SmolLM2": WITH_CALLS,
+    "Zephyr": {*WITH_CALLS, *RESULTS, *ODD},
+    "Granite 3": set(),
+    "gpt-oss": {"second system", *RESULTS, "human", "User"},
+    "GLM-4.5": {"answer before a thought", *ODD},
+    "Kimi K2": {"a call with another id", *BESIDE},  # ids hold the names
+}
+
+
+def chat_of(family: str) -> ChatFormat:
+    return ChatFormat(tokenizer_with(template_of(family), FAMILIES[family][2]), {})
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_message_says_is_written_or_refused(family: str, case: str):
+    chat, (messages, says) = chat_of(family), CASES[case]
+    ways = [lambda: chat.prompt_ids(messages)]
+    if messages[:2] == [USER, ANSWER]:
+        ways.append(lambda: chat.increment(messages[2:], stopped=True))
+        says = says if len(messages) == 3 and messages[2] != USER else ["ask"]
+    for encode in ways:
+        if case in REFUSED[family]:
+            with pytest.raises((ValueError, TemplateError)):
+                encode()
+        else:
+            text = "".join(chat.tokenizer.convert_ids_to_tokens(encode()))
+            assert all(each in text or each.replace("\n", r"\n") in text for each in says)
+
+
+def test_the_refusal_names_role_kind_and_remedy_in_one_line():
+    chat = chat_of("Llama 3.1")
+    chat.tokenizer.name_or_path = "llamas/8b"
+    with pytest.raises(
+        ValueError, match=r"of llamas/8b leaves out the text .*role assistant beside tool calls: set mod"
+    ):
+        chat.prompt_ids(CASES["text beside calls"][0])
+    chat = chat_of("Qwen3")
+    with pytest.raises(
+        ValueError, match=r"text of .*role human: say it as system or user, or set model.custom_chat_te"
+    ):
+        chat.prompt_ids(CASES["human"][0])
+
+
+def test_a_template_is_tried_once_for_conversations_of_one_kind():
+    chat = chat_of("Qwen3")
+    before = lost_mark.cache_info().misses
+    for number in range(20):
+        asked = call({f"key{number}": number}, f"call_{number + 100}")
+        said = f"<think>{number}</think>told {number}"
+        messages = calling(asked) + [{"role": "assistant", "content": said, "reasoning_content": f"{number:020}"}, USER]
+        chat.prompt_ids(messages)
+    assert lost_mark.cache_info().misses == before + 1
