@@ -222,10 +222,11 @@ class Part:
     log_probs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     scored: list[ScoredToken] | None = None
+    stop_reason: str | None = None  # the stop string that ended it
 
     def __add__(self, other: "Part") -> "Part":
         token_ids, log_probs = self.token_ids + other.token_ids, self.log_probs + other.log_probs
-        return Part(self.text + other.text, token_ids, log_probs, other.finish_reason)
+        return Part(self.text + other.text, token_ids, log_probs, other.finish_reason, None, other.stop_reason)
 
 
 class ResponseBuilder:
@@ -273,6 +274,7 @@ class ResponseBuilder:
     def choice(self, index: int, part: Part, place: str) -> Json:
         self.tokens += len(part.token_ids)
         choice: Json = {"index": index, "finish_reason": part.finish_reason, "logprobs": None}
+        choice |= {"stop_reason": part.stop_reason} if part.stop_reason else {}  # as vLLM's server has it
         if self.is_chat:
             role = {"role": "assistant"} if place == "message" else {}
             choice[place] = {**role, "content": part.text}
@@ -386,12 +388,12 @@ class TokenText:
     Special tokens have no text. Text that may become a stop string is held back until that is decided.
 
     Attributes:
-        stopped: whether a stop string came; no token after that one belongs to the response.
+        stopped: the stop string that came, or ""; no token after that one belongs to the response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, stops
-        self.stopped = False
+        self.stopped = ""
         self.ids: list[int] = []
         self.start = self.end = 0  # ids before `end` are text; ids from `start` on are decoded again, as context
         self.pending = ""
@@ -422,9 +424,8 @@ class TokenText:
 
     def _release(self, held_back: int) -> str:
         """Returns the pending text up to a stop string; without one, all but its last `held_back` characters."""
-        places = [place for stop in self.stops if (place := self.pending.find(stop)) >= 0]
-        self.stopped = bool(places)
-        cut = min(places) if places else len(self.pending) - held_back
+        places = [(place, stop) for stop in self.stops if (place := self.pending.find(stop)) >= 0]
+        cut, self.stopped = min(places) if places else (len(self.pending) - held_back, "")
         text, self.pending = self.pending[:cut], "" if places else self.pending[cut:]
         return text
 
@@ -444,5 +445,5 @@ def read_piece(text: TokenText, piece: Piece | Completion) -> Part:
     if piece.finish_reason is not None:
         part.text += text.finish()
     if text.stopped:
-        part.finish_reason = "stop"
+        part.finish_reason, part.stop_reason = "stop", text.stopped
     return part

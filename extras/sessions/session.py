@@ -21,14 +21,15 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
-from data.chat import ChatFormat, tool_kwargs
+from data.chat import ChatFormat, encode_prompt, tool_kwargs
 from data.tool_parsers import ToolParser
 from data.types import Completion, Message, Sample
-from extras.server.app import TEMPLATE_ERRORS, chat_prompt, events, while_awaited
-from extras.server.bodies import ChatBody, Part, ResponseBuilder, TokenText, read_piece, with_text
+from extras.server.app import TEMPLATE_ERRORS, chat_prompt, completion_prompts, events, while_awaited
+from extras.server.bodies import ChatBody, CompletionBody, Part, ResponseBuilder, TokenText, read_piece, with_text
 from workers.agents.episode import EpisodeFailed, Limits, Policy
 from workers.engine_pump import EngineError
 
+OF_IDS = {"prompt": "as ids"}  # stands for the template of rows that have none
 OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")  # what draws depend on
 
 
@@ -113,13 +114,15 @@ class Session:
         """Returns the share, in characters, of the requests' assistant messages that this session never answered."""
         return self.unproven / max(1, self.claimed)
 
-    async def respond(self, body: ChatBody, request: Request) -> Response:
+    async def respond(self, body: ChatBody | CompletionBody, request: Request) -> Response:
         """Answers a request, whole or as a stream, by the next turn of a row."""
         if (body.n or 1) > 1 or body.ignore_eos:
             raise HTTPException(400, f"n={body.n}, ignore_eos={body.ignore_eos}: a session has one answer a request")
         if changed := [name for name in OF_THE_RUN if vars(body)[name] is not None]:
             notice_once(f"a program sets {', '.join(changed)}: sessions sample as the run does, so that it learns.")
-        form, part = await while_awaited(request, self._answer(body, chat_prompt(body)))
+        is_chat = isinstance(body, ChatBody)
+        work = self._answer(body, chat_prompt(body)) if is_chat else self._complete(body)
+        form, part = await while_awaited(request, work)
         if body.stream:
             return StreamingResponse(events(form, [alone(part)]), media_type="text/event-stream")
         return JSONResponse(form.whole([part]))
@@ -177,6 +180,22 @@ class Session:
         finally:
             branch.busy = False
 
+    async def _complete(self, body: CompletionBody) -> tuple[ResponseBuilder, Part]:
+        """Answers a prompt without messages in the row of such prompts that it goes on from, id by id, or a new one."""
+        [prompt, *more], tokenizer = completion_prompts(body) or [""], self.speech.tokenizer
+        if more or body.echo or body.alternatives is not None:
+            raise HTTPException(400, "prompt, echo, prompt_logprobs: a session answers one prompt, and scores none")
+        ids = encode_prompt(prompt, tokenizer) if isinstance(prompt, str) else prompt
+        if not ids or max(ids) >= len(tokenizer):
+            raise HTTPException(400, f"prompt: it must have token ids, of those up to {len(tokenizer) - 1}")
+        rows = [row for row in self.rows if row.template == OF_IDS and row.ids == ids[: len(row.ids)] and not row.busy]
+        branch = max(rows, key=lambda row: len(row.ids), default=Branch(OF_IDS, Sample(ids[: self.speech.width])))
+        branch.busy = True
+        try:
+            return await self._draw(branch, ids[len(branch.ids) :], [], body)
+        finally:
+            branch.busy = False
+
     def _template(self, body: ChatBody) -> dict[str, Any]:
         tools = tool_kwargs(body.schemas, self.speech.parser, self.speech.tokenizer)
         return {**self.speech.template, **tools, **body.for_template}
@@ -201,7 +220,7 @@ class Session:
             raise HTTPException(400, f"messages: the chat template refuses them: {error}") from error
 
     async def _draw(
-        self, branch: Branch, context: list[int], keys: list[str], body: ChatBody
+        self, branch: Branch, context: list[int], keys: list[str], body: ChatBody | CompletionBody
     ) -> tuple[ResponseBuilder, Part]:
         """Lets the policy read `context` in a row and answer it, and adds both to the row."""
         sample, tokenizer = branch.sample, self.speech.tokenizer
