@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "parallel_tool_calls",
+    "prompt_cache_retention",
 )  # fmt: skip
 DEFAULTS = (None, 0, False, "", [], {}, "none", {"type": "text"})  # values that ask for nothing
 NOT_HERE = (
@@ -80,6 +80,8 @@ class Body(BaseModel):
     return_token_ids: bool | None = None
     ignore_eos: bool | None = None
     echo: bool | None = None
+    parallel_tool_calls: bool | None = None
+    train: bool | None = None  # false: a session learns nothing from the answer
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
@@ -99,7 +101,7 @@ class Body(BaseModel):
         body = {name: value for name, value in body.items() if value not in (None, neutral.get(name))}
         for name in cls.not_here:
             if name in body and body[name] not in DEFAULTS:
-                raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
+                raise ValueError(f"{name} is not part of this server: leave it out (extras.server: or rollout.name=vllm)")
         return {name: value for name, value in body.items() if name not in (*cls.not_here, *IGNORED)}
 
     @model_validator(mode="after")
@@ -140,6 +142,7 @@ class CompletionBody(Body):
 
     object_name = chunk_name = "text_completion"
     not_here = (*NOT_HERE, "tools", "tool_choice")
+    tools: ClassVar[None] = None
 
     @model_validator(mode="after")
     def check(self) -> "CompletionBody":
@@ -202,6 +205,7 @@ class ChatBody(Body):
 
     @property
     def schemas(self) -> list[Json]:
+        """Lists the tools whose calls are read; the prompt shows `tools` in any case, as vLLM's server has it."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -305,7 +309,7 @@ class ResponseBuilder:
         calls = [
             {"index": index, "id": f"call_{uuid4().hex}", "type": "function"}
             | {"function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
-            for index, call in enumerate(parsed.calls)
+            for index, call in enumerate(parsed.calls[: 1 if self.body.parallel_tool_calls is False else None])
         ]
         return {"content": parsed.text or None, "tool_calls": calls} if calls else {}
 
@@ -376,10 +380,6 @@ def image_urls(content: Any) -> list[Any]:
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     images = [part.get("image_url") for part in parts if part.get("type") == "image_url"]
     return [image.get("url") if isinstance(image, dict) else image for image in images]
-
-
-def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 class TokenText:
