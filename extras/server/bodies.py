@@ -101,7 +101,7 @@ class Body(BaseModel):
         body = {name: value for name, value in body.items() if value not in (None, neutral.get(name))}
         for name in cls.not_here:
             if name in body and body[name] not in DEFAULTS:
-                raise ValueError(f"{name} is not part of this server: leave it out (extras.server: or rollout.name=vllm)")
+                raise ValueError(f"{name} is not part of this server: leave it out (extras.server: rollout.name=vllm)")
         return {name: value for name, value in body.items() if name not in (*cls.not_here, *IGNORED)}
 
     @model_validator(mode="after")

@@ -125,7 +125,7 @@ class ProgramEpisode(UsersEpisode):
                 work = asyncio.ensure_future(self.agent.play(host, self._task() | address, session))
                 seconds = self.rollout.agent.program_timeout
                 reward = await or_episode_error(session.in_time(work, seconds, f"{KEY}_timeout"))
-            if not (session.rows and any(session.rows[-1].sample.policy_mask)):
+            if not any(row.teaches for row in session.rows):
                 asked_in_vain = "it left each request before its answer, or asked with train=false: nothing is learnt"
                 without = "it ended without asking the policy at base_url"
                 raise EpisodeFailed("env_error", session.refusal or (asked_in_vain if session.requests else without))
@@ -141,14 +141,15 @@ class ProgramEpisode(UsersEpisode):
     def _rows(self, session: Session, reward: float | None, failure: EpisodeFailed | None) -> list[Sample]:
         """Returns the rows of an episode that is over. If its program failed because the context was full, the reward
         is the posted one, or 0."""
-        samples = session.samples() or [Sample(self.prompt_ids)]
+        rows = session.in_order(reward is None) if session.rows else []
+        samples = [row.sample for row in rows] or [Sample(self.prompt_ids)]
         if session.aborted:
             failure = EpisodeFailed("aborted", session.aborted)
         if failure is not None and not (session.is_full and failure.end_reason == "env_error"):
             last = last_lines(session.errors, 3) if failure.end_reason == "timeout" else ""
             text = f"{KEY}={self.rollout.agent.program}: {failure}{last and f'; its last lines: {last}'}"
             return finish_samples(samples, failure.end_reason, {BROUGHT: 0.0}, session.requests, text)
-        reason = "context_full" if session.is_full else END_REASON_OF[session.rows[-1].ends[-1].finish_reason]
+        reason = "context_full" if session.is_full else END_REASON_OF[rows[-1].ends[-1].finish_reason]
         metrics = {"unproven": session.unproven_share, "rows": len(samples)}
         finish_samples(samples, reason, {"__agent_metrics__": metrics, BROUGHT: 0.0}, session.requests)
         samples[-1].extras[BROUGHT] = reward_in(0.0, session) if failure else reward

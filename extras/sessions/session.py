@@ -69,7 +69,7 @@ class Branch:
     Attributes:
         template: arguments of its chat template, tools among them.
         busy: whether a request is being answered in it; `forks`: and another came that goes on from the same end.
-        round: of its last answer.
+        rounds: of its first and of its last answer.
     """
 
     template: dict[str, Any]
@@ -78,11 +78,15 @@ class Branch:
     ends: list[End] = field(default_factory=list)
     busy: bool = False
     forks: bool = False
-    round: int = 0
+    rounds: tuple[int, int] = (0, 0)
 
     @property
     def ids(self) -> list[int]:
         return [*self.sample.prompt_ids, *self.sample.token_ids]
+
+    @property
+    def teaches(self) -> bool:
+        return any(self.sample.policy_mask)
 
     def last_end(self, keys: list[str]) -> End | None:
         """Finds the last answer up to which all messages agree with a request's; the request continues after it."""
@@ -105,8 +109,8 @@ class Session:
     """The policy as one episode's program asks it, from the event loop of the server.
 
     Attributes:
-        rows: in the order of their last answers, those from which nothing is learnt before the others.
-        requests: so far, each of a round, which lasts until none is under way: what comes at once has no other order.
+        rows: in the order of their last answers.
+        requests: so far; a round of them begins where none is under way.
         refusal: of a request that had no room for an answer, until one is answered; `is_full`: and whose row goes on.
         aborted: what the engine did not answer.
         errors: the end of the program's stderr.
@@ -119,7 +123,6 @@ class Session:
         self.rows: list[Branch] = []
         self.answers: set[str] = set()
         self.asked = Asked()
-        self.round_of: dict[int, int] = {}
         self.under_way: set[asyncio.Task[Any]] = set()
         self.requests = self.rounds = self.waiting = self.claimed = self.unproven = 0
         self.refusal = self.aborted = ""
@@ -135,12 +138,18 @@ class Session:
         """Returns the share, in characters, of the requests' assistant messages that this session never answered."""
         return self.unproven / max(1, self.claimed)
 
-    def samples(self) -> list[Sample]:
-        """Returns the rows as samples, whose turns are numbered by round, row and answer."""
-        samples = [row.sample for row in self.rows]
-        turns = [(self.round_of[turn], place, turn) for place, it in enumerate(samples) for turn in {*it.turns}]
-        numbers = {turn: number for number, (*_, turn) in enumerate(sorted(turns))}
-        return [replace(sample, turns=[numbers[turn] for turn in sample.turns]) for sample in samples]
+    def in_order(self, last_is_scored: bool) -> list[Branch]:
+        """Lists the rows by the rounds in which they began, and by ids, so that the order does not depend on which of
+        several requests came first; those that teach nothing go before, and what the run scores to the end."""
+        rows = sorted(self.rows, key=lambda row: (row.teaches, row.rounds[0], row.ids))
+        if last_is_scored:
+            [*_, last] = sorted(rows, key=lambda row: (row.teaches, row.rounds[1]))
+            rows.remove(last)
+            rows.append(last)
+        numbers: dict[int, int] = {}
+        for row in rows:
+            row.sample.turns = [numbers.setdefault(turn, len(numbers)) for turn in row.sample.turns]
+        return rows
 
     async def respond(self, body: ChatBody | CompletionBody, request: Request) -> Response:
         """Answers a request, whole or as a stream, by the next turn of a row."""
@@ -275,7 +284,6 @@ class Session:
             self.is_full |= bool(branch.ends)
             raise TooLong(self.refusal)
         turn, self.requests = self.requests, self.requests + 1
-        self.round_of[turn] = asking.round
         form = ResponseBuilder(body, [prompt], lambda token_id: tokenizer.decode([token_id]), self.speech.parser)
         asking.begun.set_result(form)
         sampling = self.policy.sampling
@@ -284,24 +292,19 @@ class Session:
         work = self.policy.answer(prompt, most, self.asked.number(prompt), sampling)
         done, _ = await asyncio.gather(self._ask(work), asyncio.sleep(LEAVE_SECONDS if body.stream else 0))
         part = read_piece(TokenText(tokenizer, body.stops), done)
-        if await asking.request.is_disconnected():
+        if await asking.request.is_disconnected() or self.over.done():
             return form, part  # to nobody
         if branch.forks:  # each of those that go on from one end at once has a row, whichever came first
             branch, context = Branch(branch.template, Sample(prompt[: self.speech.width])), prompt[self.speech.width :]
         answer = key_of(with_text({"role": "assistant", "content": part.text, **form.calls(part)}))
-        sample, is_policys = branch.sample, body.train is not False
-        sample.extend(context, None, policy=False, turn=sample.turns[-1] if sample.turns else turn)
-        length, version = len(part.token_ids), done.weight_version
-        version = version if isinstance(version, int) else version[:length]
-        sample.extend(part.token_ids, part.log_probs if is_policys else None, is_policys, version, turn)
         ends_turn = done.token_ids[-1] in self.policy.pump.engine.all_stop_ids(self.policy.sampling)
-        stopped = done.finish_reason == "stop" and length == len(done.token_ids) and ends_turn
-        branch.keys, branch.round = [*keys, answer], asking.round
+        stopped = done.finish_reason == "stop" and len(part.token_ids) == len(done.token_ids) and ends_turn
+        extend(branch.sample, context, part, done.weight_version, turn, body.train is not False)
+        branch.keys, branch.rounds = [*keys, answer], (branch.rounds[0] or asking.round, asking.round)
         branch.ends.append(End(len(branch.keys), len(branch.ids), stopped, part.finish_reason))
         self.answers.add(answer)
+        self.rows = [*(row for row in self.rows if row is not branch), branch]
         self.refusal, self.is_full = "", False
-        rows = {*self.rows, branch}
-        self.rows = sorted(rows, key=lambda row: (any(row.sample.policy_mask), row.round, row.ids))
         return form, part
 
     async def _ask(self, work: Coroutine[Any, Any, Completion]) -> Completion:
@@ -319,6 +322,15 @@ class Session:
             self.aborted = "the engine aborted a request" if done.token_ids else "the engine answered without a token"
             raise EngineError(self.aborted)
         return done
+
+
+def extend(
+    sample: Sample, context: list[int], part: Part, version: int | list[int], turn: int, is_trained: bool
+) -> None:
+    """Adds an answer to a sample, behind `context`, and as context itself unless it `is_trained` on."""
+    sample.extend(context, None, policy=False, turn=sample.turns[-1] if sample.turns else turn)
+    version = version if isinstance(version, int) else version[: len(part.token_ids)]
+    sample.extend(part.token_ids, part.log_probs if is_trained else None, is_trained, version, turn)
 
 
 def key_of(message: Message) -> str:
