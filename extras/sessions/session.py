@@ -237,8 +237,11 @@ class Session:
         ids = encode_prompt(prompt, tokenizer) if isinstance(prompt, str) else prompt
         if not ids or max(ids) >= len(tokenizer):
             raise HTTPException(400, f"prompt: it must have token ids, of those up to {len(tokenizer) - 1}")
-        rows = [row for row in self.rows if row.template == OF_IDS and row.ids == ids[: len(row.ids)] and not row.busy]
-        branch = max(rows, key=lambda row: len(row.ids), default=Branch(OF_IDS, Sample(ids[: self.speech.width])))
+        rows = [row for row in self.rows if row.template == OF_IDS and row.ids == ids[: len(row.ids)]]
+        row = max(rows, key=lambda row: len(row.ids), default=None)
+        if row is not None:
+            row.forks = row.busy
+        branch = Branch(OF_IDS, Sample(ids[: self.speech.width])) if row is None or row.busy else row
         branch.busy = True
         try:
             return await self._draw(branch, ids[len(branch.ids) :], [], asking)
