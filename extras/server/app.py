@@ -239,7 +239,7 @@ async def encode(served: Served, prompt: Prompt | list[int], for_template: Json)
     characters = sum(map(len, texts)) + len(str(for_template or "")) - sum(map(len, images))
     if characters > served.characters or len(texts) + len(images) > served.context:
         size = f"{characters} characters in {len(texts)} messages, more than {served.context} tokens can hold"
-        raise TooLong(f"the prompt has {size} (data.max_prompt_length + max_response_length)")
+        raise TooLong(400, f"the prompt has {size} (data.max_prompt_length + max_response_length)")
     encoding = partial(encode_prompt, tokenizer=served.tokenizer, **for_template)
     if images:
         encoding = partial(served.tokenizer.images.encode, images=images, key="image_url", encode=encoding)
@@ -260,7 +260,7 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
     if not (0 if body.longest == 0 else 1) <= length <= room:
         size = f"{len(prompt)} tokens and the response is to have {max(length, 1)}, together more than the"
         limit = f"{served.context} of this server (data.max_prompt_length + max_response_length)"
-        raise TooLong(f"the prompt has {size} {limit}")
+        raise TooLong(400, f"the prompt has {size} {limit}")
     return length
 
 

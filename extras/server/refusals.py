@@ -9,12 +9,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 
 class TooLong(HTTPException):
-    """A prompt, or a prompt with its response, has more tokens than there is room for. Agents know it by its code."""
-
-    code = "context_length_exceeded"
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(400, detail)
+    """A prompt, or a prompt with its response, has more tokens than there is room for."""
 
 
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
@@ -32,5 +27,5 @@ async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse
 async def refuse(_: Request, error: StarletteHTTPException) -> JSONResponse:
     kinds = {401: "authentication_error", 404: "not_found_error", **dict.fromkeys((500, 503), "server_error")}
     kind = kinds.get(error.status_code, "invalid_request_error")
-    code = error.code if isinstance(error, TooLong) else None
+    code = "context_length_exceeded" if isinstance(error, TooLong) else None  # which agents look for
     return JSONResponse(error_body(error.detail, kind, code), error.status_code, error.headers)

@@ -111,7 +111,11 @@ class ProgramEpisode(UsersEpisode):
             parser = ToolParser.get_tool_parser(rollout.multi_turn.format, chat.tokenizer)
             template, encoder = dict(config.data.apply_chat_template_kwargs), ThreadPoolExecutor(1, "encoder")
             agent.speech = Speech(chat.tokenizer, parser, template, rollout.prompt_length, encoder)
-            tell_of_thoughts(ChatFormat(chat.tokenizer, template))
+            try:
+                with suppress(*TEMPLATE_ERRORS):
+                    ChatFormat(chat.tokenizer, template).check_keeps_thoughts("user")
+            except ValueError as error:  # of Qwen 3's template
+                notice_once(f"{str(error).partition(': ')[0]}; in a session they stay in view, unlike on servers.")
 
     async def play(self, policy: Policy, chat: ChatFormat, limits: Limits) -> list[Sample]:
         host = host_of(os.getpid())
@@ -126,9 +130,8 @@ class ProgramEpisode(UsersEpisode):
                 seconds = self.rollout.agent.program_timeout
                 reward = await or_episode_error(session.in_time(work, seconds, f"{KEY}_timeout"))
             if not any(row.teaches for row in session.rows):
-                asked_in_vain = "it left each request before its answer, or asked with train=false: nothing is learnt"
-                without = "it ended without asking the policy at base_url"
-                raise EpisodeFailed("env_error", session.refusal or (asked_in_vain if session.requests else without))
+                nothing = "it ended without asking the policy at base_url for an answer to learn from"
+                raise EpisodeFailed("env_error", session.refusal or nothing)
         except EpisodeFailed as error:
             failure = error
         return self._rows(session, reward, failure)
@@ -141,7 +144,7 @@ class ProgramEpisode(UsersEpisode):
     def _rows(self, session: Session, reward: float | None, failure: EpisodeFailed | None) -> list[Sample]:
         """Returns the rows of an episode that is over. If its program failed because the context was full, the reward
         is the posted one, or 0."""
-        rows = session.in_order(reward is None) if session.rows else []
+        rows = session.in_order(reward is None)
         samples = [row.sample for row in rows] or [Sample(self.prompt_ids)]
         if session.aborted:
             failure = EpisodeFailed("aborted", session.aborted)
@@ -154,16 +157,6 @@ class ProgramEpisode(UsersEpisode):
         finish_samples(samples, reason, {"__agent_metrics__": metrics, BROUGHT: 0.0}, session.requests)
         samples[-1].extras[BROUGHT] = reward_in(0.0, session) if failure else reward
         return samples
-
-
-def tell_of_thoughts(chat: ChatFormat) -> None:
-    """Says once if the policy reads its earlier thoughts in a session, where the chat template would drop them."""
-    try:
-        with suppress(*TEMPLATE_ERRORS):
-            chat.check_keeps_thoughts("user")
-    except ValueError as error:
-        problem, _, _ = str(error).partition(": ")
-        notice_once(f"{problem}; in a session they stay in view, as they were sampled, and a server would drop them.")
 
 
 def load_program(config: AgentConfig) -> Program:

@@ -96,8 +96,7 @@ class Branch:
 
 @dataclass(eq=False)
 class Asking:
-    """A request under way, one of those of a round; `begun` is done when the policy is asked, with what writes the
-    answer."""
+    """A request under way; `begun` is done when the policy is asked, with what writes the answer."""
 
     body: ChatBody | CompletionBody
     request: Request
@@ -141,11 +140,8 @@ class Session:
     def in_order(self, last_is_scored: bool) -> list[Branch]:
         """Lists the rows by the rounds in which they began, and by ids, so that the order does not depend on which of
         several requests came first; those that teach nothing go before, and what the run scores to the end."""
-        rows = sorted(self.rows, key=lambda row: (row.teaches, row.rounds[0], row.ids))
-        if last_is_scored:
-            [*_, last] = sorted(rows, key=lambda row: (row.teaches, row.rounds[1]))
-            rows.remove(last)
-            rows.append(last)
+        last = max(self.rows, key=lambda row: (row.teaches, row.rounds[::-1], row.ids), default=None)
+        rows = sorted(self.rows, key=lambda row: (row.teaches, last_is_scored and row is last, row.rounds[0], row.ids))
         numbers: dict[int, int] = {}
         for row in rows:
             row.sample.turns = [numbers.setdefault(turn, len(numbers)) for turn in row.sample.turns]
@@ -158,8 +154,7 @@ class Session:
             raise HTTPException(400, f"{name}: a session gives one answer a request, which ends as the policy ends it")
         if changed := [name for name in OF_THE_RUN if vars(body)[name] is not None]:
             notice_once(f"a program sets {', '.join(changed)}: sessions sample as the run does, so that it learns.")
-        if not self.under_way:
-            self.rounds += 1
+        self.rounds += not self.under_way
         asking = Asking(body, request, self.rounds)
         work = asyncio.ensure_future(self._answer(asking) if isinstance(body, ChatBody) else self._complete(asking))
         self.under_way.add(work)
@@ -285,7 +280,7 @@ class Session:
                 "(context_length_exceeded): raise data.max_prompt_length or data.max_response_length"
             )
             self.is_full |= bool(branch.ends)
-            raise TooLong(self.refusal)
+            raise TooLong(400, self.refusal)
         turn, self.requests = self.requests, self.requests + 1
         form = ResponseBuilder(body, [prompt], lambda token_id: tokenizer.decode([token_id]), self.speech.parser)
         asking.begun.set_result(form)
@@ -302,7 +297,10 @@ class Session:
         answer = key_of(with_text({"role": "assistant", "content": part.text, **form.calls(part)}))
         ends_turn = done.token_ids[-1] in self.policy.pump.engine.all_stop_ids(self.policy.sampling)
         stopped = done.finish_reason == "stop" and len(part.token_ids) == len(done.token_ids) and ends_turn
-        extend(branch.sample, context, part, done.weight_version, turn, body.train is not False)
+        sample, version, is_trained = branch.sample, done.weight_version, body.train is not False
+        sample.extend(context, None, policy=False, turn=sample.turns[-1] if sample.turns else turn)
+        version = version if isinstance(version, int) else version[: len(part.token_ids)]
+        sample.extend(part.token_ids, part.log_probs if is_trained else None, is_trained, version, turn)
         branch.keys, branch.rounds = [*keys, answer], (branch.rounds[0] or asking.round, asking.round)
         branch.ends.append(End(len(branch.keys), len(branch.ids), stopped, part.finish_reason))
         self.answers.add(answer)
@@ -325,15 +323,6 @@ class Session:
             self.aborted = "the engine aborted a request" if done.token_ids else "the engine answered without a token"
             raise EngineError(self.aborted)
         return done
-
-
-def extend(
-    sample: Sample, context: list[int], part: Part, version: int | list[int], turn: int, is_trained: bool
-) -> None:
-    """Adds an answer to a sample, behind `context`, and as context itself unless it `is_trained` on."""
-    sample.extend(context, None, policy=False, turn=sample.turns[-1] if sample.turns else turn)
-    version = version if isinstance(version, int) else version[: len(part.token_ids)]
-    sample.extend(part.token_ids, part.log_probs if is_trained else None, is_trained, version, turn)
 
 
 def key_of(message: Message) -> str:

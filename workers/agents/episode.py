@@ -51,8 +51,7 @@ class Policy:
     async def answer(
         self, prompt_ids: list[int], max_tokens: int, turn: int, sampling: SamplingParams | None = None
     ) -> Completion:
-        """Answers a prompt that holds all turns before this one by at most `max_tokens` tokens, drawn by the number
-        `turn`, which no other request of the episode has."""
+        """Answers a prompt by at most `max_tokens` tokens; no other request of the episode has the number `turn`."""
         sampling = replace(sampling or self.sampling, max_tokens=max_tokens)
         seed = derive_seed(self.seed, "row", self.row, "turn", turn)
         return await self.pump.complete(prompt_ids, sampling, seed, self.episode, self.goes_on)

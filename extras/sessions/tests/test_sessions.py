@@ -444,7 +444,7 @@ ENDS = {  # what a program does: how its episode ends, and words of the reason
     "full and fails": ("fill(); assert refused([user('c' * 300)]); sys.exit('no room')", "context_full", 0.0),
     "full and ends": ("fill(); print(0.5)", "context_full", 0.5),
     "another is too long": ("ask(messages); assert refused([user('a' * 300)]); sys.exit('lost')", "env_error", "lost"),
-    "learns nothing": ("ask(messages, extra_body={'train': False}); print(1)", "env_error", "nothing is learnt"),
+    "learns nothing": ("ask(messages, extra_body={'train': False}); print(1)", "env_error", "answer to learn from"),
     "leaves a child": ("import subprocess; subprocess.Popen(['sleep', '600']); ask(messages); print(2)",
                        "terminated", 2),
 }  # fmt: skip
