@@ -55,6 +55,15 @@ def test_turns_and_tool_calls_are_reported_where_they_are_known(batch):
     assert {name: metrics[name] for name in expected} == expected
 
 
+def test_what_agent_loops_say_is_averaged_over_episodes(batch):
+    """The first episode has two rows, the second one; what a row says that is not its episode's last does not count."""
+    batch.non_tensor_batch["episode"] = np.array(["a", "a", "b"], dtype=object)
+    batch.non_tensor_batch["__agent_metrics__"] = np.array([{"rows": 2}, {"rows": 2}, {"rows": 1}], dtype=object)
+    metrics = metric_utils.compute_data_metrics(batch)
+    expected = mean_max_min("agent_loop/rows", 1.5, 2, 1)
+    assert {name: metrics[name] for name in expected} == expected
+
+
 def slow_data_metrics(batch: DataProto, width: tuple[int, int]) -> dict[str, float]:
     """The same statistics row by row and token by token, in python floats."""
     collected: dict[str, list[float]] = {}

@@ -68,7 +68,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         if column in batch:
             counts = [count for count in batch.get(column)[episodes.last_row[finished.numpy()]] if count is not None]
             metrics |= _mean_max_min(column.strip("_"), torch.tensor([float(count) for count in counts]))
-    reported = [row for row in batch.get("__agent_metrics__", []) if row]
+    absent = np.full(len(batch), None)
+    reported = [row for row in batch.get("__agent_metrics__", absent)[episodes.last_row] if row]
     for name in dict.fromkeys(name for row in reported for name, value in row.items() if isinstance(value, Real)):
         metrics |= _mean_max_min(f"agent_loop/{name}", torch.tensor([float(row.get(name, 0.0)) for row in reported]))
     return metrics

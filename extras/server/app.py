@@ -43,11 +43,12 @@ from extras.server.bodies import (
     ResponseBuilder,
     ScoredToken,
     TokenText,
-    error_body,
     image_urls,
     read_piece,
     with_text,
 )
+from extras.server.dialects import in_its_form, model_card, serve_dialects
+from extras.server.refusals import TooLong, error_body, refuse, refuse_body
 from extras.server.streaming import StreamingEngine
 from workers.engine_pump import EngineError
 
@@ -129,7 +130,7 @@ class Gate:
             self.check_key(scope["path"], headers)
             body = await read_body(headers, receive)
         except HTTPException as error:
-            return await (await refuse(None, error))(scope, receive, send)
+            return await (await in_its_form(refuse)(Request(scope), error))(scope, receive, send)
         messages = [{"type": "http.request", "body": body}]
 
         async def replay() -> ASGIMessage:
@@ -142,11 +143,12 @@ class Gate:
             self.open["choices"] -= sum(admitted)
 
     def check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """Raises HTTPException unless the token of the Authorization header is right, if one is asked for."""
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        """Raises HTTPException unless the key in the headers is right, if one is asked for."""
         if self.api_key is None or not path.startswith("/v1"):
             return
-        if scheme.lower() != b"bearer" or not secrets.compare_digest(token, self.api_key.encode()):
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        token = token if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # of Anthropic's clients
+        if not secrets.compare_digest(token, self.api_key.encode()):
             raise HTTPException(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY")
 
 
@@ -194,38 +196,21 @@ def build_app(served: Served) -> FastAPI:
     async def chat(body: ChatBody, request: Request) -> Response:
         return await answer(served, body, [chat_prompt(body, "images" in vars(served.tokenizer))], request)
 
+    serve_dialects(app, "/v1", chat)
     return app
 
 
 def bare_app() -> FastAPI:
     """Returns an application without routes, which refuses in OpenAI's form of errors."""
     app = FastAPI(title="nano-verl", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(RequestValidationError, refuse_body)
-    app.add_exception_handler(StarletteHTTPException, refuse)
+    app.add_exception_handler(RequestValidationError, in_its_form(refuse_body))
+    app.add_exception_handler(StarletteHTTPException, in_its_form(refuse))
     return app
-
-
-async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse:
-    """Answers 400 with the place and the reason of one error; where a value may have several forms, the error of the
-    form that fits it best."""
-    first = max(error.errors(), key=lambda item: len(item["loc"]))
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    return JSONResponse(error_body(f"{place}: {first['msg']}" if place else first["msg"]), 400)
-
-
-async def refuse(_: Request | None, error: StarletteHTTPException) -> JSONResponse:
-    kinds = {401: "authentication_error", 404: "not_found_error", **dict.fromkeys((500, 503), "server_error")}
-    kind = kinds.get(error.status_code, "invalid_request_error")
-    return JSONResponse(error_body(error.detail, kind), error.status_code, error.headers)
 
 
 def check_model(served: Served, name: str) -> None:
     if name != served.name:
         raise HTTPException(404, f"there is no model {name!r} here; the one that is served is {served.name!r}")
-
-
-def model_card(name: str, context: int) -> Json:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "nano-verl", "max_model_len": context}
 
 
 def completion_prompts(body: CompletionBody) -> Sequence[str | list[int]]:
@@ -254,7 +239,7 @@ async def encode(served: Served, prompt: Prompt | list[int], for_template: Json)
     characters = sum(map(len, texts)) + len(str(for_template or "")) - sum(map(len, images))
     if characters > served.characters or len(texts) + len(images) > served.context:
         size = f"{characters} characters in {len(texts)} messages, more than {served.context} tokens can hold"
-        raise HTTPException(400, f"the prompt has {size} (data.max_prompt_length + max_response_length)")
+        raise TooLong(400, f"the prompt has {size} (data.max_prompt_length + max_response_length)")
     encoding = partial(encode_prompt, tokenizer=served.tokenizer, **for_template)
     if images:
         encoding = partial(served.tokenizer.images.encode, images=images, key="image_url", encode=encoding)
@@ -275,7 +260,7 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
     if not (0 if body.longest == 0 else 1) <= length <= room:
         size = f"{len(prompt)} tokens and the response is to have {max(length, 1)}, together more than the"
         limit = f"{served.context} of this server (data.max_prompt_length + max_response_length)"
-        raise HTTPException(400, f"the prompt has {size} {limit}")
+        raise TooLong(400, f"the prompt has {size} {limit}")
     return length
 
 
@@ -314,7 +299,7 @@ async def answer(
     seed = secrets.randbits(63) if body.seed is None else body.seed
     prompts: list[list[int]] = []
     limits: list[int] = []
-    for_template = {**tool_kwargs(body.schemas, served.parser, served.tokenizer), **body.for_template}
+    for_template = {**tool_kwargs(body.tools or [], served.parser, served.tokenizer), **body.for_template}
     for prompt in inputs:  # one after the other, so that none is encoded behind one that does not fit
         prompts.append(await encode(served, prompt, for_template))
         limits.append(tokens_left(served, body, prompts[-1]))

@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "parallel_tool_calls",
+    "prompt_cache_retention",
 )  # fmt: skip
 DEFAULTS = (None, 0, False, "", [], {}, "none", {"type": "text"})  # values that ask for nothing
 NOT_HERE = (
@@ -80,6 +80,8 @@ class Body(BaseModel):
     return_token_ids: bool | None = None
     ignore_eos: bool | None = None
     echo: bool | None = None
+    parallel_tool_calls: bool | None = None
+    train: bool | None = None  # false: a session learns nothing from the answer
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
@@ -99,7 +101,7 @@ class Body(BaseModel):
         body = {name: value for name, value in body.items() if value not in (None, neutral.get(name))}
         for name in cls.not_here:
             if name in body and body[name] not in DEFAULTS:
-                raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
+                raise ValueError(f"{name} is not part of this server: leave it out (extras.server: rollout.name=vllm)")
         return {name: value for name, value in body.items() if name not in (*cls.not_here, *IGNORED)}
 
     @model_validator(mode="after")
@@ -140,6 +142,7 @@ class CompletionBody(Body):
 
     object_name = chunk_name = "text_completion"
     not_here = (*NOT_HERE, "tools", "tool_choice")
+    tools: ClassVar[None] = None
 
     @model_validator(mode="after")
     def check(self) -> "CompletionBody":
@@ -202,6 +205,7 @@ class ChatBody(Body):
 
     @property
     def schemas(self) -> list[Json]:
+        """Lists the tools whose calls are read; the prompt shows `tools` in any case, as vLLM's server has it."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -222,10 +226,11 @@ class Part:
     log_probs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     scored: list[ScoredToken] | None = None
+    stop_reason: str | None = None  # the stop string that ended it
 
     def __add__(self, other: "Part") -> "Part":
         token_ids, log_probs = self.token_ids + other.token_ids, self.log_probs + other.log_probs
-        return Part(self.text + other.text, token_ids, log_probs, other.finish_reason)
+        return Part(self.text + other.text, token_ids, log_probs, other.finish_reason, None, other.stop_reason)
 
 
 class ResponseBuilder:
@@ -273,6 +278,7 @@ class ResponseBuilder:
     def choice(self, index: int, part: Part, place: str) -> Json:
         self.tokens += len(part.token_ids)
         choice: Json = {"index": index, "finish_reason": part.finish_reason, "logprobs": None}
+        choice |= {"stop_reason": part.stop_reason} if part.stop_reason else {}  # as vLLM's server has it
         if self.is_chat:
             role = {"role": "assistant"} if place == "message" else {}
             choice[place] = {**role, "content": part.text}
@@ -303,7 +309,7 @@ class ResponseBuilder:
         calls = [
             {"index": index, "id": f"call_{uuid4().hex}", "type": "function"}
             | {"function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
-            for index, call in enumerate(parsed.calls)
+            for index, call in enumerate(parsed.calls[: 1 if self.body.parallel_tool_calls is False else None])
         ]
         return {"content": parsed.text or None, "tool_calls": calls} if calls else {}
 
@@ -366,22 +372,18 @@ def image_urls(content: Any) -> list[Any]:
     return [image.get("url") if isinstance(image, dict) else image for image in images]
 
 
-def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
 class TokenText:
     """Turns tokens into text piece by piece; the pieces joined are the text of all, up to the first stop string.
 
     Special tokens have no text. Text that may become a stop string is held back until that is decided.
 
     Attributes:
-        stopped: whether a stop string came; no token after that one belongs to the response.
+        stopped: the stop string that came, or ""; no token after that one belongs to the response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, stops
-        self.stopped = False
+        self.stopped = ""
         self.ids: list[int] = []
         self.start = self.end = 0  # ids before `end` are text; ids from `start` on are decoded again, as context
         self.pending = ""
@@ -412,9 +414,8 @@ class TokenText:
 
     def _release(self, held_back: int) -> str:
         """Returns the pending text up to a stop string; without one, all but its last `held_back` characters."""
-        places = [place for stop in self.stops if (place := self.pending.find(stop)) >= 0]
-        self.stopped = bool(places)
-        cut = min(places) if places else len(self.pending) - held_back
+        places = [(place, stop) for stop in self.stops if (place := self.pending.find(stop)) >= 0]
+        cut, self.stopped = min(places) if places else (len(self.pending) - held_back, "")
         text, self.pending = self.pending[:cut], "" if places else self.pending[cut:]
         return text
 
@@ -434,5 +435,5 @@ def read_piece(text: TokenText, piece: Piece | Completion) -> Part:
     if piece.finish_reason is not None:
         part.text += text.finish()
     if text.stopped:
-        part.finish_reason = "stop"
+        part.finish_reason, part.stop_reason = "stop", text.stopped
     return part

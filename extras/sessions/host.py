@@ -25,8 +25,9 @@ from pydantic import BaseModel
 from data.concurrency import start_loop
 from data.types import check_reward
 from extras.sandbox.run import FencedCommand
-from extras.server.app import bare_app, model_card
-from extras.server.bodies import ChatBody, Json
+from extras.server.app import bare_app
+from extras.server.bodies import ChatBody, CompletionBody, Json
+from extras.server.dialects import model_card, serve_dialects
 from extras.sessions.session import Session
 
 KEPT = 1 << 16  # bytes of the end of what a program writes
@@ -103,8 +104,17 @@ def build_app(sessions: dict[str, Session]) -> FastAPI:
         session = session_of(key)
         return {"object": "list", "data": [model_card("policy", session.speech.width + session.limits.response)]}
 
+    @app.get("/s/{key}/v1/models/{name:path}")
+    async def model(key: str, name: str) -> Json:
+        session = session_of(key)
+        return model_card(name, session.speech.width + session.limits.response)
+
     @app.post("/s/{key}/v1/chat/completions")
-    async def chat(key: str, body: ChatBody, request: Request) -> Response:
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await session_of(request.path_params["key"]).respond(body, request)
+
+    @app.post("/s/{key}/v1/completions")
+    async def completions(key: str, body: CompletionBody, request: Request) -> Response:
         return await session_of(key).respond(body, request)
 
     @app.post("/s/{key}/reward")
@@ -119,6 +129,7 @@ def build_app(sessions: dict[str, Session]) -> FastAPI:
         session.reward.set_result(reward)
         return {"reward": reward}
 
+    serve_dialects(app, "/s/{key}/v1", chat)
     return app
 
 
@@ -147,6 +158,8 @@ class Running:
         in the sandbox, where the same address leads to the same server."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         session = {"OPENAI_BASE_URL": task["base_url"], "OPENAI_API_KEY": task["api_key"]}
+        if fenced or not any(name.startswith("ANTHROPIC_") for name in os.environ):  # a judge may be reached by these
+            session |= {name.replace("OPENAI", "ANTHROPIC"): value for name, value in session.items()}
         if not fenced:
             options = {"env": program_environment() | session, "start_new_session": True}
             return cls(host, await asyncio.create_subprocess_exec(*words, **pipes, **options))

@@ -9,15 +9,17 @@ import os
 import shlex
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from weakref import finalize
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, notice_once
 from configs.import_utils import bind, load_named
 from configs.schema import AgentConfig, Config
 from data.chat import ChatFormat, as_messages
 from data.tool_parsers import ToolParser, read_json
 from data.types import END_REASON_OF, Row, Sample, check_reward
+from extras.server.app import TEMPLATE_ERRORS
 from extras.server.bodies import Json
 from extras.sessions.host import Host, Running, host_of, last_lines, program_environment
 from extras.sessions.session import Session, Speech
@@ -59,14 +61,15 @@ class Program(Agent):
         finally:
             slots(KEY).release()
 
-    async def _run(self, host: Host, task: Json, session: Session) -> str:
+    async def _run(self, host: Host, task: Json, session: Session) -> Any:
         running = await Running.start(host, self.cls, task, self.settings["fenced"])
         session.errors = running.errors
         try:
             running.tell(task)
             running.process.stdin.close()
             await running.ending
-            return running.last_line()
+            line = read_json(running.last_line())
+            return line if isinstance(line, int | float) or (isinstance(line, dict) and "reward" in line) else None
         finally:
             running.end()
 
@@ -108,6 +111,11 @@ class ProgramEpisode(UsersEpisode):
             parser = ToolParser.get_tool_parser(rollout.multi_turn.format, chat.tokenizer)
             template, encoder = dict(config.data.apply_chat_template_kwargs), ThreadPoolExecutor(1, "encoder")
             agent.speech = Speech(chat.tokenizer, parser, template, rollout.prompt_length, encoder)
+            try:
+                with suppress(*TEMPLATE_ERRORS):
+                    ChatFormat(chat.tokenizer, template).check_keeps_thoughts("user")
+            except ValueError as error:  # of Qwen 3's template
+                notice_once(f"{str(error).partition(': ')[0]}; in a session they stay in view, unlike on servers.")
 
     async def play(self, policy: Policy, chat: ChatFormat, limits: Limits) -> list[Sample]:
         host = host_of(os.getpid())
@@ -121,8 +129,9 @@ class ProgramEpisode(UsersEpisode):
                 work = asyncio.ensure_future(self.agent.play(host, self._task() | address, session))
                 seconds = self.rollout.agent.program_timeout
                 reward = await or_episode_error(session.in_time(work, seconds, f"{KEY}_timeout"))
-            if not session.rows:
-                raise EpisodeFailed("env_error", session.refusal or "it ended without asking the policy at base_url")
+            if not any(row.teaches for row in session.rows):
+                nothing = "it ended without asking the policy at base_url for an answer to learn from"
+                raise EpisodeFailed("env_error", session.refusal or nothing)
         except EpisodeFailed as error:
             failure = error
         return self._rows(session, reward, failure)
@@ -135,15 +144,15 @@ class ProgramEpisode(UsersEpisode):
     def _rows(self, session: Session, reward: float | None, failure: EpisodeFailed | None) -> list[Sample]:
         """Returns the rows of an episode that is over. If its program failed because the context was full, the reward
         is the posted one, or 0."""
-        samples = [branch.sample for branch in session.rows] or [Sample(self.prompt_ids)]
+        rows = session.in_order(reward is None)
+        samples = [row.sample for row in rows] or [Sample(self.prompt_ids)]
         if session.aborted:
             failure = EpisodeFailed("aborted", session.aborted)
-        is_full = bool(session.refusal and session.rows)
-        if failure is not None and not (is_full and failure.end_reason == "env_error"):
+        if failure is not None and not (session.is_full and failure.end_reason == "env_error"):
             last = last_lines(session.errors, 3) if failure.end_reason == "timeout" else ""
             text = f"{KEY}={self.rollout.agent.program}: {failure}{last and f'; its last lines: {last}'}"
             return finish_samples(samples, failure.end_reason, {BROUGHT: 0.0}, session.requests, text)
-        reason = "context_full" if is_full else END_REASON_OF[session.rows[-1].ends[-1].finish_reason]
+        reason = "context_full" if session.is_full else END_REASON_OF[rows[-1].ends[-1].finish_reason]
         metrics = {"unproven": session.unproven_share, "rows": len(samples)}
         finish_samples(samples, reason, {"__agent_metrics__": metrics, BROUGHT: 0.0}, session.requests)
         samples[-1].extras[BROUGHT] = reward_in(0.0, session) if failure else reward
@@ -166,17 +175,15 @@ def end_all(started: list[Running]) -> None:
 
 
 def reward_in(output: Any, session: Session) -> float | None:
-    """Returns the posted reward, or else the one in a last line or a returned value: a number, or `reward` in JSON.
+    """Returns the posted reward, or else `output`, a number or a dict with `reward`; None, and a text, is none.
 
     Raises:
-        ValueError, TypeError: it is not a finite number.
+        ValueError: it is not a finite number.
     """
     if session.reward.done():
         return session.reward.result()
-    value = read_json(output) if isinstance(output, str) else output
-    if isinstance(value, dict) and "reward" in value:
-        value = value["reward"]
-    elif value is None or (isinstance(output, str) and not isinstance(value, int | float)):
+    value = output["reward"] if isinstance(output, dict) and "reward" in output else output
+    if value is None or isinstance(output, str):
         return None
     try:
         check_reward(reward := float(value))

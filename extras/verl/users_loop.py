@@ -24,7 +24,7 @@ from data.rows import RUN_COLUMNS, beside, kwargs_in
 from data.types import END_REASON_OF, Completion, Row, Sample, SamplingParams, check_reward
 from training.environment import Agent
 from training.episode_rows import BROUGHT
-from workers.agents.episode import EpisodeFailed, Limits, Policy, finish_samples, or_episode_error
+from workers.agents.episode import Asked, EpisodeFailed, Limits, Policy, finish_samples, or_episode_error
 from workers.agents.user_code import UsersEpisode
 
 # What user code may ask of a request beside what SamplingParams has, and the values that change nothing here.
@@ -85,7 +85,7 @@ class LLMServerClient:
         self.policy, self.limits, self.longest, self.loop = policy, limits, longest, asyncio.get_running_loop()
         self.answers: dict[int, tuple[list[int], Completion]] = {}
         self.requests = self.waiting = 0
-        self.went_on = False
+        self.asked, self.went_on = Asked(), False
 
     async def generate(
         self, request_id: Any = None, *, prompt_ids: Any, sampling_params: Mapping[str, Any] | None = None, **other: Any
@@ -107,7 +107,7 @@ class LLMServerClient:
             )
         turn, self.requests, self.waiting = self.requests, self.requests + 1, self.waiting + 1
         try:
-            work = self.policy.answer(prompt, most, turn, sampling)
+            work = self.policy.answer(prompt, most, self.asked.number(prompt), sampling)
             done = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         finally:
             self.waiting, self.went_on = self.waiting - 1, True

@@ -5,7 +5,8 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Hashable
+from collections import Counter
+from collections.abc import Awaitable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,10 +51,20 @@ class Policy:
     async def answer(
         self, prompt_ids: list[int], max_tokens: int, turn: int, sampling: SamplingParams | None = None
     ) -> Completion:
-        """Answers a prompt that holds all turns before this one by at most `max_tokens` tokens."""
+        """Answers a prompt by at most `max_tokens` tokens; no other request of the episode has the number `turn`."""
         sampling = replace(sampling or self.sampling, max_tokens=max_tokens)
         seed = derive_seed(self.seed, "row", self.row, "turn", turn)
         return await self.pump.complete(prompt_ids, sampling, seed, self.episode, self.goes_on)
+
+
+class Asked(Counter[int]):
+    """Numbers requests of one episode that may come at once by what they ask and how often that was asked, so that
+    their draws do not depend on the order in which they come."""
+
+    def number(self, prompt_ids: Sequence[int]) -> int:
+        digest = derive_seed(0, *prompt_ids)
+        self[digest] += 1
+        return derive_seed(digest, self[digest])
 
 
 class Episode(ABC):

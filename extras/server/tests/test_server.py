@@ -209,7 +209,7 @@ def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model)
         with pytest.raises(openai.BadRequestError, match="echo: Calling has no log-probs of prompts"):
             client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=1)
         [choice] = client.chat.completions.create(**asked, tool_choice="none").choices
-        assert choice.message.tool_calls is None and choice.finish_reason == "stop" and '"find"' not in prompts[-1]
+        assert choice.message.tool_calls is None and choice.finish_reason == "stop" and '"find"' in prompts[-1]
         for wrong in ({"tools": [{"type": "function"}]}, {"tool_choice": "required"}):
             with pytest.raises(openai.BadRequestError, match=r"a tool is|tool_choice"):
                 client.chat.completions.create(**asked | wrong)

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 from time import monotonic, sleep
 from typing import Any
 
@@ -47,6 +47,13 @@ def ask(messages, **more):
     return client.chat.completions.create(model="any", messages=messages, **more).choices[0].message
 def user(text):
     return {"role": "user", "content": text}
+def refused(messages):
+    try:
+        ask(messages)
+    except openai.BadRequestError as error:
+        return error.code == "context_length_exceeded"
+def fill():
+    assert refused([*messages, ask(messages), user("b" * 300)])
 row = json.loads(sys.stdin.readline())
 messages = row["messages"]
 """
@@ -86,6 +93,19 @@ def command(folder: Path, text: str, head: str = CLIENT) -> str:
 def function(folder: Path, text: str, name: str = "agent") -> str:
     (folder / f"{folder.name}.py").write_text(dedent(text))
     return f"{folder}/{folder.name}.py:{name}"
+
+
+def within(folder: Path, text: str) -> str:
+    """A function with OpenAI's client, which asks for answers by `ask` and for their messages by `say`."""
+    return function(folder, """
+import openai
+from contextlib import suppress
+def agent(base_url, messages):
+    client = openai.OpenAI(base_url=base_url, api_key="x", max_retries=0)
+    ask = lambda messages, **more: client.chat.completions.create(model="m", messages=messages, **more)
+    say = lambda messages, **more: ask(messages, **more).choices[0].message
+    user = lambda text: {"role": "user", "content": text}
+""" + indent(dedent(text), "    "))  # fmt: skip
 
 
 def shown(batch: DataProto, row: int) -> list[str]:
@@ -186,13 +206,174 @@ def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path)
     calls = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
     answers = {"?": calls, "7": "fine"}
     config = settings(agent, "data.max_prompt_length=900", response=400)
-    batch = play(config, answer=lambda text, times: answers.get(text[-1], "123"))
-    assert batch.failure.tolist() == [None] * 3, batch.failure
-    rows = sorted((shown(batch, row)[1:] for row in range(3)), key=len)
-    assert rows[0] == ["12"] or rows[0] == ["123<|end|>"]
-    [long] = [row for row in rows if len(row) == 5]
-    assert long[0] == f"{calls}<|end|>" and long[2] == "fine<|end|>" and long[4] == "123<|end|>"
-    assert long[3] in ("<|user|>x<|end|><|assistant|>", "<|user|>y<|end|><|assistant|>")
+    batch = play(config, answer=lambda text, times: sleep(0.2) or answers.get(text[-1], "123"))
+    assert batch.failure.tolist() == [None] * 4, batch.failure
+    first, *rows = [shown(batch, row) for row in range(4)]
+    assert [first[1], first[3]] == [f"{calls}<|end|>", "fine<|end|>"] and len(first) == 4
+    assert [told[-22:] for told, _ in rows[:2]] == [f">{more}<|end|><|assistant|>" for more in "xy"]
+    assert [said for _, said in rows] == ["123<|end|>", "123<|end|>", "12"]
+
+
+LEAVES = {  # how a client asks for the first answer: whether that reaches it
+    "hangs up": ("with suppress(openai.APITimeoutError): ask(messages, timeout=0.15)", False),
+    "leaves a stream": ("chunks = ask(messages, stream=True); next(chunks); chunks.close()", False),
+    "leaves a read stream": ("with ask(messages, stream=True) as chunks: next(chunks), next(chunks)", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", LEAVES)
+def test_an_answer_that_its_client_left_is_not_trained_on(tmp_path: Path, how: str):
+    code, reaches = LEAVES[how]
+    program = within(tmp_path, f"{code}\nask(messages)")
+    batch = play(settings(program), answer=lambda text, times: sleep(0.4) or f"<{times}>")
+    assert batch.failure.tolist() == [None] * len(batch), batch.failure
+    said = [shown(batch, row)[1:] for row in range(len(batch))]
+    assert said == ([["<0><|end|>"], ["<1><|end|>"]] if reaches else [["<1><|end|>"]])
+
+
+class Stopping(Scripted):
+    """Stops at every id that a request says, too."""
+
+    def completion(self, request: Request) -> Completion:
+        done = super().completion(request)
+        stops = self.all_stop_ids(request.sampling)
+        end = next(place for place, token_id in enumerate(done.token_ids, 1) if token_id in stops)
+        return Completion(done.id, done.token_ids[:end], done.log_probs[:end], "stop", 0)
+
+
+@pytest.mark.parametrize(("more", "answer", "between"), [
+    ("", "abZd<|end|>", "<|user|>"),
+    ("stop_token_ids=[Z]", "abZ", "<|end|><|user|>"),
+    ("stop_token_ids=[Z, END]", "abZ", "<|end|><|user|>"),
+    ("stop_token_ids=[END]", "abZd<|end|>", "<|user|>"),
+    ("stop=['Zd']", "abZd", "<|end|><|user|>"),
+])  # fmt: skip
+def test_a_stop_id_of_a_request_does_not_stand_for_the_end_of_a_turn(tmp_path: Path, more, answer, between):
+    z, end = TOKENIZER.convert_tokens_to_ids("Z"), TOKENIZER.eos_token_id
+    config = settings(within(tmp_path, f"""
+        Z, END = {z}, {end}
+        messages += [say(messages, extra_body=dict({more})), user("b")]
+        ask(messages)
+    """))  # fmt: skip
+    batch = play(config, engine=Stopping(config, TOKENIZER, lambda text, times: "abZd"))
+    assert shown(batch, 0)[1:3] == [answer, f"{between}b<|end|><|assistant|>"]
+
+
+def test_one_call_is_answered_where_one_is_asked_for_and_none_where_none_is(tmp_path: Path):
+    """As vLLM's server does: the prompt shows the tools in any case, so that all turns are of one row."""
+    program = within(tmp_path, """
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+        for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
+            said = say(messages, tools=tools, **more)
+            messages += [said, user(str(len(said.tool_calls or [])) + (said.content or "-")[:5])]
+    """)  # fmt: skip
+    calls = "".join(f'<tool_call>{{"name": "f", "arguments": {{"n": {n}}}}}</tool_call>' for n in (1, 2))
+    batch = play(settings(program, "data.max_prompt_length=900", response=900), answer=lambda text, times: calls)
+    assert batch.failure.tolist() == [None] and '"name": "f"' in shown(batch, 0)[0]
+    assert shown(batch, 0)[1::2] == [f"{calls}<|end|>"] * 4
+    told = [text.removeprefix("<|user|>").partition("<|end|>")[0] for text in shown(batch, 0)[2::2]]
+    assert told == ["2-", "1-", "0<tool"]
+
+
+def test_what_a_request_says_not_to_train_on_is_context_and_no_row_of_it_is_scored(tmp_path: Path):
+    program = within(tmp_path, """
+        judge = {"extra_body": {"train": False}}
+        first = say(messages)
+        ask([user("judge")], **judge)
+        later = [*messages, first, user("b")]
+        later += [say(later, **judge), user("c")]
+        ask(later)
+        ask([user("judge again")], **judge)
+    """)  # fmt: skip
+    batch = play(settings(program), answer=lambda text, times: f"<{text[-1]}>")
+    told = "<|user|>1+1=?<|end|><|assistant|>"
+    assert [shown(batch, row) for row in range(3)] == [
+        ["<|user|>judge<|end|><|assistant|><e><|end|>"],
+        ["<|user|>judge again<|end|><|assistant|><n><|end|>"],
+        [told, "<?><|end|>", "<|user|>b<|end|><|assistant|><b><|end|><|user|>c<|end|><|assistant|>", "<c><|end|>"],
+    ]
+    assert batch.non_tensor_batch["__reward_score__"].tolist() == [0.0, 0.0, None]
+    assert not batch.rollout_log_probs[batch.response_mask == 0].any() and set(batch.end_reason) == {"terminated"}
+
+
+@pytest.mark.parametrize(("returns", "reward"), [
+    ("'42'", None), ("None", None), ("2", 2.0), ("True", 1.0), ("numpy.float32(0.5)", 0.5), ("{'reward': 0.5}", 0.5),
+    ("{'reward': None}", None), ("{'score': 1}", "its reward is {'score': 1}"), ("[1]", "no finite number"),
+])  # fmt: skip
+def test_a_function_earns_by_a_number_or_a_dict(tmp_path: Path, returns: str, reward: Any):
+    batch = play(settings(within(tmp_path, f"import numpy\nask(messages)\nreturn {returns}")))
+    if isinstance(reward, str):
+        assert reward in batch.failure[0]
+    else:
+        assert batch.non_tensor_batch["__reward_score__"].tolist() == [reward], batch.failure
+
+
+def test_thoughts_that_stay_in_view_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The second template drops them, as Qwen 3's does once a user speaks."""
+    config, tokenizer = (
+        settings(command(tmp_path, "ask(json.loads(sys.stdin.readline()), [])", LIGHT)),
+        build_tokenizer(),
+    )
+    keeps, told = tokenizer.chat_template, []
+    for tokenizer.chat_template in (keeps, keeps.replace("['content']", "['content'].split('</think>')[-1]")):
+        loop = AgentLoop(config, tokenizer, Scripted(config, tokenizer, None), None)
+        loop.generate_sequences(assign_agents(prompts(2), config), SAMPLED, seed=7, first_row=0)
+        told.append(
+            capsys.readouterr().err.count("drops the thoughts of an answer before messages of the role user; in")
+        )
+    assert told == [0, 1]
+
+
+class Seeded(Scripted):
+    """Draws an answer by the seed alone, in steps of 0.15 seconds."""
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        sleep(0.15)
+        self.answer = lambda text, times: str(self.seed % 10**6)
+        completions = []
+        for self.seed, request in [(request.seed, request) for request in requests]:
+            completions.append(self.completion(request))
+        return completions
+
+
+def test_two_runs_are_equal_where_a_program_asks_at_once(tmp_path: Path):
+    """For one worker and for two, where requests come in another order each time: votes of one prompt, two that go on
+    from one answer, and sub-agents."""
+    agent = function(tmp_path, """
+        import asyncio, openai
+        from random import SystemRandom
+        def user(text):
+            return {"role": "user", "content": text}
+        async def agent(base_url, messages):
+            client = openai.AsyncOpenAI(base_url=base_url, api_key="x")
+            async def ask(*messages):
+                await asyncio.sleep(SystemRandom().random() / 20)
+                return (await client.chat.completions.create(model="m", messages=messages)).choices[0].message
+            async def sub_agent(name):
+                return await ask(user(name), await ask(user(name)), user("sure?"))
+            votes = await asyncio.gather(*(ask(*messages) for _ in range(3)))
+            most = max(vote.content for vote in votes)
+            plan = await ask(user("plan"), {"role": "assistant", "content": most}, user("so?"))
+            await asyncio.gather(*(ask(user("plan"), plan, user(more)) for more in "xy"))
+            first = await ask(user("begin"))
+            await asyncio.gather(*(ask(user("begin"), first, user(more)) for more in "xy"))
+            await asyncio.gather(*map(sub_agent, "st"))
+            return 1
+    """)  # fmt: skip
+    config = settings(agent)
+
+    def rows_of(*shares: tuple[int, int]) -> list[Any]:
+        result = []
+        for first, count in shares:
+            loop = AgentLoop(config, TOKENIZER, Seeded(config, TOKENIZER, None), None)
+            batch = loop.generate_sequences(assign_agents(prompts(count), config), SAMPLED, seed=7, first_row=first)
+            assert set(batch.failure) == {None}
+            names = ("input_ids", "attention_mask", "response_mask", "turn_ids")
+            columns = [batch.batch[name].tolist() for name in names]
+            result += zip(batch.episode, batch.non_tensor_batch["__reward_score__"], *columns, strict=True)
+        return result
+
+    assert rows_of((0, 4)) == rows_of((0, 4)) == rows_of((0, 2), (2, 2))
 
 
 def test_one_program_serves_many_tasks_and_one_that_is_lost_holds_up_no_later_one(tmp_path: Path):
@@ -258,6 +439,12 @@ ENDS = {  # what a program does: how its episode ends, and words of the reason
     "n=2": ("ask(messages, n=2)", "env_error", "n=2"),
     "too long": ("ask([user('a' * 300)])", "env_error", "maximum context length"),
     "grows": ("for _ in range(9): messages += [ask(messages), user('b' * 40)]", "context_full", 0.0),
+    "recovers": ("fill(); ask([user('c')]); print(1)", "terminated", 1.0),
+    "recovers and fails": ("fill(); ask([user('c')]); sys.exit('disk full')", "env_error", "disk full"),
+    "full and fails": ("fill(); assert refused([user('c' * 300)]); sys.exit('no room')", "context_full", 0.0),
+    "full and ends": ("fill(); print(0.5)", "context_full", 0.5),
+    "another is too long": ("ask(messages); assert refused([user('a' * 300)]); sys.exit('lost')", "env_error", "lost"),
+    "learns nothing": ("ask(messages, extra_body={'train': False}); print(1)", "env_error", "answer to learn from"),
     "leaves a child": ("import subprocess; subprocess.Popen(['sleep', '600']); ask(messages); print(2)",
                        "terminated", 2),
 }  # fmt: skip

@@ -31,7 +31,7 @@ from training.metric_utils import compute_data_metrics
 from training.reward import add_scores
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
-from workers.agents.episode import Limits
+from workers.agents.episode import Asked, Limits
 from workers.hf_rollout import HFRollout
 from workers.models import load_causal_lm
 from workers.rollout import build_rollout
@@ -100,8 +100,9 @@ class Always(ToolParser):
         return call.arguments["text"]
 
 
-def test_a_loop_with_a_tool_and_two_turns_makes_the_rows_of_our_own_episode(tiny_model: Path):
-    """Equal draws of a real engine: ids, masks, log-probs, turns and end reasons are equal."""
+def test_a_loop_with_a_tool_and_two_turns_makes_the_rows_of_our_own_episode(tiny_model: Path, monkeypatch):
+    """Equal draws of a real engine, by the numbers of turns: ids, masks, log-probs, turns and end reasons are equal."""
+    monkeypatch.setattr(Asked, "number", lambda self, prompt: self.update(requests=1) or self["requests"] - 1)
     register("looker")(Looker)
     more = (f"{TOOLS}.function_tool_path={__file__}", f"{TOOLS}.format=always", f"{TOOLS}.max_assistant_turns=2")
     config = settings(f"{TOOLS}.enable=true", "data.max_response_length=64", *more)
@@ -170,6 +171,39 @@ def test_the_loop_of_the_page_makes_the_tokens_of_the_whole_conversation(tmp_pat
     row = batch.input_ids[0][batch.attention_mask[0].bool()].tolist()
     assert row[: len(whole)] == whole and set(batch.failure) == {None}
     assert "".join(tokenizer.convert_ids_to_tokens(row[len(whole) :])) == ("four<|im_end|>" if limit > 4 else "fo")
+
+
+class Seeded(Scripted):
+    """Draws an answer by the seed alone."""
+
+    def generate(self, requests: list[Any]) -> list[Completion]:
+        completions = []
+        for request in requests:
+            self.answer = lambda text, times, seed=request.seed: str(seed % 1000)
+            completions.append(self.completion(request))
+        return completions
+
+
+def test_what_is_asked_at_once_is_drawn_by_what_is_asked():
+    """Of two loops that ask two prompts, one of them twice, in another order; each row has draws of its own."""
+
+    def rows_of(order: list[str]) -> list[Any]:
+        @register(f"asks {order}")
+        class Asking(AgentLoopBase):
+            async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+                asked = [(text, TOKENIZER.encode(text)) for text in order]
+                done = await asyncio.gather(*(self.server_manager.generate("", prompt_ids=ids) for _, ids in asked))
+                return [output(ids, list(said)) for said, (_, ids) in zip(done, asked, strict=True)]
+
+        config = settings()
+        loop = AgentLoop(config, TOKENIZER, Seeded(config, TOKENIZER, None), None)
+        batch = loop.generate_sequences(prompts(f"asks {order}", 2), SAMPLED, seed=7, first_row=0)
+        assert set(batch.failure) == {None}
+        rows = [tuple(ids) for ids in batch.input_ids.tolist()]
+        assert len(set(rows)) == 6
+        return [sorted(rows[:3]), sorted(rows[3:])]
+
+    assert rows_of(["x", "y", "x"]) == rows_of(["y", "x", "x"])
 
 
 def test_what_a_loop_says_of_its_row_becomes_columns_scores_and_metrics():
