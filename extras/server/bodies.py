@@ -379,7 +379,8 @@ def image_urls(content: Any) -> list[Any]:
 
 
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    """Returns an error in the form of OpenAI's API that is one of Anthropic's, too."""
+    return {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 class TokenText:

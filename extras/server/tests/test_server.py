@@ -326,7 +326,7 @@ REFUSED = [
     ("responses", {"include": ["message.output_text.logprobs"]}, "include: ask /v1/chat/completions for log-probs"),
     ("responses", {"tools": [{"type": "web_search"}]}, "tools: 'web_search' is run by OpenAI: give functions"),
     ("responses", {"tool_choice": "required"}, "tool_choice: Input should be 'auto' or 'none'"),
-    ("responses", {"max_output_tokens": 0}, "max_output_tokens: Input should be greater than or equal to 1"),
+    ("responses", {"max_output_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     ("responses", {"input": None}, "input must be a list of objects"),
     ("responses", {"input": [{"type": "item_reference", "id": "a"}]}, "an item of the type 'item_reference' must"),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "'input_file' in a content must"),
@@ -336,7 +336,7 @@ REFUSED = [
     ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config is not part"),
     ("messages", {"tools": [{"type": "web_search_2", "name": "w"}]}, "'web_search_2' has no input_schema"),
     ("messages", {"tool_choice": {"type": "any"}}, "tool_choice: Input should be 'auto' or 'none'"),
-    ("messages", {"stop_sequences": "a" * 2000}, "stop_sequences.constrained-str: String should have at most 1000"),
+    ("messages", {"stop_sequences": "a" * 2000}, "stop.constrained-str: String should have at most 1000"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document' in a content"),
     ("messages", {"messages": [{"role": "user", "content": None}]}, "a content must be a list of objects"),
     ("messages", {"messages": [{"role": "user", "content": [IMAGE_BLOCK]}]}, "this server reads text alone"),
@@ -452,7 +452,7 @@ def test_an_answer_in_another_api_is_the_chats_when_it_comes_back(text, calls, d
         items += [item, *(results if item["type"] == "function_call" else [])]
     assert read(responses.to_chat({"input": items})["messages"]) == expected
     assert read(anthropic_messages.to_chat({"messages": [reply]})["messages"]) == expected
-    streams = responses.ResponseEvents({}), anthropic_messages.MessageEvents({})
+    streams = responses.Events({}), anthropic_messages.Events({})
     told, other = ([event for chunk in chunks for event in stream.of(chunk)] for stream in streams)
     assert told[-1]["response"] == response and [event["sequence_number"] for event in told] == [*range(len(told))]
     assert [event["item"] for event in told if event["type"] == "response.output_item.done"] == response["output"]

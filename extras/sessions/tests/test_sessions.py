@@ -259,7 +259,8 @@ CLIENTS = {  # by package: an agent that has its two calls answered, and asks ag
                     reply = litellm.completion(model, told, tools=tools, stream=stream, **asked)
                     reply = litellm.stream_chunk_builder([*reply]) if stream else reply
                     reply = reply.choices[0].message
-                    results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in reply.tool_calls or []]
+                    results = [{"role": "tool", "tool_call_id": call.id, "content": "7"}
+                               for call in reply.tool_calls or []]
                     told += [reply.model_dump(), *(results or [AGAIN])]
             response = litellm.responses(input="Hi", model="openai/m", **asked)
             assert response.output[0].content[0].text == "fine"
@@ -268,7 +269,8 @@ CLIENTS = {  # by package: an agent that has its two calls answered, and asks ag
 
 
 @pytest.mark.parametrize("package", CLIENTS)
-def test_a_client_of_another_api_goes_on_in_its_row(tmp_path: Path, package: str):
+def test_a_client_of_another_api_goes_on_in_its_row(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
     pytest.importorskip(package)
     head = f"""
         import functools, operator, {package}, openai
@@ -282,16 +284,67 @@ def test_a_client_of_another_api_goes_on_in_its_row(tmp_path: Path, package: str
     batch = play(config, answer=lambda text, times: calls if text[-1] == "?" else "fine")
     assert batch.failure.tolist() == [None] * len(batch), batch.failure[0]
     told = "<|end|><|tool|>7<|end|><|tool|>7<|end|><|assistant|>"
-    row = [
-        f"{calls}<|end|>",
-        told.removeprefix("<|end|>"),
-        "fine<|end|>",
-        "<|user|>Again!<|end|><|assistant|>",
-        "fine<|end|>",
-    ]
+    row = [f"{calls}<|end|>", told.removeprefix("<|end|>"), "fine<|end|>"]
+    row += ["<|user|>Again!<|end|><|assistant|>", "fine<|end|>"]
     rows = [shown(batch, place)[1:] for place in range(len(batch))]
     assert rows == {"litellm": [row, row, ["fine<|end|>"]]}.get(package, [row])
     assert {metrics["unproven"] for metrics in batch.non_tensor_batch["__agent_metrics__"]} == {0.0}
+
+
+def test_a_completion_goes_on_in_the_row_whose_ids_its_prompt_begins_with(tmp_path: Path):
+    """A chat's row is none of them; a prompt of several, or one of ids that are no tokens, is refused."""
+    agent = function(tmp_path, """
+        import openai
+        def agent(base_url, api_key, messages):
+            client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+            assert client.models.retrieve("policy").max_model_len == 64 + 160
+            def ask(prompt, **more):
+                more = {"extra_body": {"return_token_ids": True}, **more}
+                [choice] = client.completions.create(model="m", prompt=prompt, **more).choices
+                return [*choice.prompt_token_ids, *choice.token_ids]
+            client.chat.completions.create(model="m", messages=messages)
+            ids = ask("ab")
+            ids = ask([*ids, 70, 71])
+            *_, last = client.completions.create(model="m", prompt=[*ids, 72], stream=True)
+            ask([*ids, 73])  # leaves the row before its last answer
+            ask("<|user|>1+1=?<|end|><|assistant|>12<|end|>")
+            for wrong in ({"prompt": ["a", "b"]}, {"prompt": [10**6]}, {"prompt": ""}, {"prompt": "a", "echo": True},
+                          {"prompt": "a", "n": 2}):
+                try:
+                    ask(**wrong)
+                except openai.BadRequestError:
+                    continue
+                raise AssertionError(wrong)
+            try:
+                client.embeddings.create(model="m", input="a")
+            except openai.NotFoundError as error:
+                assert "/v1/embeddings is not served here; what is: GET /v1/models" in str(error), error
+    """)  # fmt: skip
+    batch = play(settings(agent), answer=lambda text, times: "12")
+    assert batch.failure.tolist() == [None] * len(batch), batch.failure[0]
+    more = [TOKENIZER.decode([token]) for token in (70, 71, 72, 73)]
+    said, told = "12<|end|>", "<|user|>1+1=?<|end|><|assistant|>"
+    assert [shown(batch, row) for row in range(len(batch))] == [
+        [told, said],
+        ["ab", said, "".join(more[:2]), said, more[2], said],
+        [f"ab{said}{more[0]}{more[1]}{said}{more[3]}", said],
+        [f"{told}{said}", said],
+    ]
+
+
+def test_a_command_finds_the_policy_by_anthropics_variables_unless_they_lead_elsewhere(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("ANTHROPIC_")]:
+        monkeypatch.delenv(name)
+    program = command(tmp_path, """
+        task = json.loads(sys.stdin.readline())
+        ask(task, task["messages"])
+        print(int(os.environ.get("ANTHROPIC_BASE_URL") == task["base_url"]))
+    """, LIGHT)  # fmt: skip
+    rewards = []
+    for _ in range(2):
+        rewards += play(settings(program)).non_tensor_batch["__reward_score__"].tolist()
+        monkeypatch.setenv("ANTHROPIC_API_KEY", "of a judge")
+    assert rewards == [1, 0]
 
 
 def test_one_program_serves_many_tasks_and_one_that_is_lost_holds_up_no_later_one(tmp_path: Path):
