@@ -36,7 +36,9 @@ def function_of(tool: Json) -> Json:
 def messages_of(turns: Any) -> list[Json]:
     """Returns the messages of a chat; each result of a tool is one of its own, before what the user says beside it."""
     messages: list[Json] = []
-    for turn in objects(turns, "messages"):
+    if objects(turns, "messages") and turns[-1].get("role") == "assistant":
+        raise ValueError("messages: the last is the assistant's, and no answer here goes on with it: end with a user's")
+    for turn in turns:
         content = turn.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, "a content")
         results, calls, texts = [], [], []

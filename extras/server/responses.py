@@ -55,7 +55,7 @@ def messages_of(items: Any) -> list[Json]:
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content_of(output, "input")})
             case {"type": "reasoning"}:
                 continue
-            case {"role": role, "content": content} if item.get("type", "message") == "message":
+            case {"role": role, "content": content} if item.get("type") in (None, "message"):
                 messages.append({"role": role, "content": content_of(content, "input")})
             case _:
                 known = "a message, a function_call or a function_call_output, with all of its fields"

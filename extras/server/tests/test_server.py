@@ -340,6 +340,7 @@ REFUSED = [
     ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document' in a content"),
     ("messages", {"messages": [{"role": "user", "content": None}]}, "a content must be a list of objects"),
     ("messages", {"messages": [{"role": "user", "content": [IMAGE_BLOCK]}]}, "this server reads text alone"),
+    ("messages", {"messages": [*CHAT, {"role": "assistant", "content": "a"}]}, "no answer here goes on with it"),
     ("messages", {"messages": [{"role": "model", "content": "a"}]}, "messages: the role 'model' is none of system"),
 ]  # fmt: skip
 
@@ -451,7 +452,7 @@ def test_an_answer_in_another_api_is_the_chats_when_it_comes_back(text, calls, d
         results = [{"type": "function_call_output", "call_id": item.get("call_id"), "output": "7"}]
         items += [item, *(results if item["type"] == "function_call" else [])]
     assert read(responses.to_chat({"input": items})["messages"]) == expected
-    assert read(anthropic_messages.to_chat({"messages": [reply]})["messages"]) == expected
+    assert read(anthropic_messages.to_chat({"messages": [reply, *CHAT]})["messages"]) == expected
     streams = responses.Events({}), anthropic_messages.Events({})
     told, other = ([event for chunk in chunks for event in stream.of(chunk)] for stream in streams)
     assert told[-1]["response"] == response and [event["sequence_number"] for event in told] == [*range(len(told))]
