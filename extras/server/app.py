@@ -47,7 +47,7 @@ from extras.server.bodies import (
     read_piece,
     with_text,
 )
-from extras.server.dialects import in_its_form, model_card, serve_dialects
+from extras.server.dialects import model_card, serve_dialects
 from extras.server.refusals import TooLong, error_body, refuse, refuse_body
 from extras.server.streaming import StreamingEngine
 from workers.engine_pump import EngineError
@@ -130,7 +130,7 @@ class Gate:
             self.check_key(scope["path"], headers)
             body = await read_body(headers, receive)
         except HTTPException as error:
-            return await (await in_its_form(refuse)(Request(scope), error))(scope, receive, send)
+            return await (await refuse(None, error))(scope, receive, send)
         messages = [{"type": "http.request", "body": body}]
 
         async def replay() -> ASGIMessage:
@@ -203,8 +203,8 @@ def build_app(served: Served) -> FastAPI:
 def bare_app() -> FastAPI:
     """Returns an application without routes, which refuses in OpenAI's form of errors."""
     app = FastAPI(title="nano-verl", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(RequestValidationError, in_its_form(refuse_body))
-    app.add_exception_handler(StarletteHTTPException, in_its_form(refuse))
+    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(StarletteHTTPException, refuse)
     return app
 
 

@@ -1,4 +1,4 @@
-"""Refuses requests in OpenAI's form of errors."""
+"""Refuses requests in OpenAI's form of errors, which is one of Anthropic's, too."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class TooLong(HTTPException):
 
 
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -24,7 +24,7 @@ async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse
     return JSONResponse(error_body(f"{place}: {first['msg']}" if place else first["msg"]), 400)
 
 
-async def refuse(_: Request, error: StarletteHTTPException) -> JSONResponse:
+async def refuse(_: Request | None, error: StarletteHTTPException) -> JSONResponse:
     kinds = {401: "authentication_error", 404: "not_found_error", **dict.fromkeys((500, 503), "server_error")}
     kind = kinds.get(error.status_code, "invalid_request_error")
     code = "context_length_exceeded" if isinstance(error, TooLong) else None  # which agents look for

@@ -6,28 +6,27 @@ from typing import Any
 from extras.server.bodies import DEFAULTS, IGNORED, Json
 
 SHARED = (  # fields that a chat has by the same name, those of vLLM's server and ours among them
-    "model", "stream", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "top_k", "min_p", "seed",
+    "model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "top_k", "min_p", "seed",
     "stop_token_ids", "chat_template_kwargs", "train",
 )  # fmt: skip
-NEUTRAL = ("disabled", "adaptive", "standard")  # of truncation, of a type of thinking, and of speed
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+NOTHING = (*DEFAULTS, "disabled", "adaptive", "standard")  # of truncation, of a type of thinking, and of speed
 
 
-def chat_fields(body: Json, names: Mapping[str, str], remedies: Mapping[str, str], ignored: Sequence[str]) -> Json:
-    """Returns the fields of a request that a chat has, `names` by the names there; raises ValueError for any other that
-    asks for something and is not `ignored`, with what to do instead."""
+def chat_fields(body: Json, names: Mapping[str, str], remedies: Mapping[str, str], read: Sequence[str]) -> Json:
+    """Returns the fields of a request that a chat has too, `names` by those there; raises ValueError, with what to do
+    instead, for any other that asks for something, but for those that are `read` elsewhere."""
     chat: Json = {"stream_options": {"include_usage": True}} if body.get("stream") else {}
     for name, value in body.items():
         if name in names or name in SHARED:
             chat[names.get(name, name)] = value
-        elif name not in IGNORED and name not in ignored and not asks_for_nothing(value):
+        elif name not in (*IGNORED, *read) and not asks_for_nothing(value):
             raise ValueError(f"{name} is not part of this server: {remedies.get(name, 'leave it out')}")
     return chat
 
 
 def asks_for_nothing(value: Any) -> bool:
     """Tells whether a field's value is a default, or holds nothing else."""
-    return value in (*DEFAULTS, *NEUTRAL) or (isinstance(value, dict) and all(map(asks_for_nothing, value.values())))
+    return value in NOTHING or (isinstance(value, dict) and all(map(asks_for_nothing, value.values())))
 
 
 def objects(value: Any, name: str) -> list[Json]:
@@ -66,29 +65,27 @@ def add_call(messages: list[Json], call_id: Any, name: Any, arguments: Any) -> N
 
 
 class Events:
-    """The events of a streamed answer, from the chunks of a chat. A subclass says what they are: `begin`, `open_text`,
-    `add_text`, `close_text`, `call`, `end` and `fail` each return a list.
+    """The events of a streamed answer, from the chunks of a chat. A subclass says what they are: `begin()` and `end()`
+    of an answer; `start`, `delta(…, text)` and `stop` of a block, which is a text or a call; and `whole()`.
 
     Attributes:
         answer: the chat's, as far as it came.
-        index: of the text, or the call, that is under way.
+        index: of the block that is under way.
     """
 
     def __init__(self, body: Json) -> None:
-        self.body, self.index, self.over = body, 0, False
-        self.answer: Json = {}
+        self.body, self.answer, self.index, self.failed = body, {}, 0, False
 
     def of(self, chunk: Json) -> Iterator[Json]:
         """Yields the events of the next chunk."""
-        if self.over:  # of an error, after which the chat's usage comes
-            return
-        if "error" in chunk:
-            self.over = True
-            yield from self.fail(chunk["error"]["message"])
+        if self.failed or "error" in chunk:
+            yield from [] if self.failed else [chunk]
+            self.failed = True
             return
         if not self.answer:
+            usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)  # until its end
             message = {"content": "", "tool_calls": []}
-            self.answer = chunk | {"choices": [{"message": message, "finish_reason": None}], "usage": NO_USAGE}
+            self.answer = chunk | {"choices": [{"message": message, "finish_reason": None}], "usage": usage}
             yield from self.begin()
         for choice in chunk["choices"]:
             yield from self._of_choice(choice)
@@ -97,18 +94,24 @@ class Events:
             yield from self.end()
 
     def _of_choice(self, choice: Json) -> Iterator[Json]:
-        message, is_last = self.answer["choices"][0]["message"], bool(choice["finish_reason"])
-        text, calls = choice["delta"].get("content") or "", choice["delta"].get("tool_calls") or ()
-        if not message["content"] and (text or (is_last and not calls)):  # an answer of no words has a text, too
-            yield from self.open_text()
+        message, delta = self.answer["choices"][0]["message"], choice["delta"]
+        text, calls, is_last = delta.get("content") or "", delta.get("tool_calls") or (), choice["finish_reason"]
+        is_first, is_text = not message["content"], bool(message["content"] or text or (is_last and not calls))
         message["content"] += text
-        yield from self.add_text(text) if text else ()
         if is_last:
             self.answer["choices"] = [choice | {"message": message}]
-        if is_last and (message["content"] or not calls):
-            yield from self.close_text()
+        if is_text:  # an answer of no words has a text, too
+            yield from self.start(self.block()) if is_first else []
+            yield from self.delta(self.block(), text) if text else []
+        if is_text and is_last:
+            yield from self.stop(self.block())
             self.index += 1
         for call in calls:
             message["tool_calls"].append(call)
-            yield from self.call(call)
+            block, arguments = self.block(), call["function"]["arguments"]
+            yield from [*self.start(block), *self.delta(block, arguments), *self.stop(block)]
             self.index += 1
+
+    def block(self) -> Json:
+        answer = self.whole()
+        return answer["output" if "output" in answer else "content"][self.index]

@@ -13,7 +13,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -31,9 +31,10 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.types import Completion, Request, SamplingParams
 from extras.openai.settings import OpenAISettings
 from extras.openai.weight_transfer import BACKEND, weight_transfer
+from extras.server import anthropic_messages, responses
 from extras.server.__main__ import main, server_environment, vllm_command
 from extras.server.app import Served
-from extras.server.bodies import TokenText, count_held_back
+from extras.server.bodies import TokenText, count_held_back, with_text
 from extras.server.settings import ServerConfig
 from extras.server.streaming import StreamingEngine
 from extras.server.tests.fixtures import compose, serving
@@ -215,6 +216,266 @@ def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model)
                 client.chat.completions.create(**asked | wrong)
 
 
+# Other APIs
+
+
+SAYS = (
+    'ab<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>'
+)
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+FUNCTION = {"name": "f", "description": "counts", "parameters": SCHEMA}
+IMAGE_BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
+@contextmanager
+def calling(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """A server whose model calls a tool twice, where no results end the prompt, and the prompts that it was given."""
+    tokenizer, prompts = AutoTokenizer.from_pretrained(folder), []
+
+    class Calling(Rollout):
+        def generate(self, requests: list[Request]) -> list[Completion]:
+            prompts.extend(tokenizer.decode(request.prompt_ids) for request in requests)
+            said = tokenizer("fine" if "<|end|><|tool|>" in prompts[-1] or '"f"' not in prompts[-1] else SAYS)
+            ids = said["input_ids"][: min(request.sampling.max_tokens for request in requests)]
+            stop = "stop" if len(ids) == len(said["input_ids"]) else "length"
+            return [Completion(one.id, ids, [-1.0] * len(ids), stop, 0) for one in requests]
+
+    with serving(served_by(Calling, folder, 3000, 200), compose(folder)) as url:
+        yield url, prompts
+
+
+def by_chat(url: str, stream: bool) -> Iterator[tuple]:
+    """An agent of OpenAI's chats: what it is told, turn by turn."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+    messages = [{"role": "system", "content": "sum"}, *CHAT]
+    while True:
+        asked = {"model": "tiny", "tools": [{"type": "function", "function": FUNCTION}], "messages": messages}
+        found = client.chat.completions.create(**asked)
+        [choice] = found.choices
+        calls = choice.message.tool_calls or []
+        told = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+        yield choice.message.content, told, found.usage.prompt_tokens, found.usage.completion_tokens
+        messages += [choice.message, *({"role": "tool", "tool_call_id": call.id, "content": "7"} for call in calls)]
+
+
+def by_responses(url: str, stream: bool) -> Iterator[tuple]:
+    """The same agent of OpenAI's Responses, which gives each result right behind its call."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+    items = [*CHAT]
+    while True:
+        asked = {"model": "tiny", "tools": [{"type": "function", **FUNCTION}], "input": items, "instructions": "sum"}
+        if stream:
+            with client.responses.stream(**asked) as events:
+                kinds = [event.type for event in events]
+                found = events.get_final_response()
+            assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+        else:
+            found = client.responses.create(**asked)
+        calls = [item for item in found.output if item.type == "function_call"]
+        told = [(call.name, json.loads(call.arguments)) for call in calls]
+        yield found.output_text or None, told, found.usage.input_tokens, found.usage.output_tokens
+        assert found.status == "completed" and len(found.output) == bool(found.output_text) + len(calls)
+        for item in found.output:
+            items.append(item)
+            if item.type == "function_call":
+                items.append({"type": "function_call_output", "call_id": item.call_id, "output": "7"})
+
+
+def by_messages(url: str, stream: bool) -> Iterator[tuple]:
+    """The same agent of Anthropic's Messages."""
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=url if stream else f"{url}/v1", api_key="x", max_retries=0)
+    messages = [*CHAT]
+    while True:
+        tools = [{"name": "f", "description": "counts", "input_schema": SCHEMA}]
+        asked = {"model": "tiny", "max_tokens": 200, "tools": tools, "messages": messages, "system": "sum"}
+        if stream:
+            with client.messages.stream(**asked) as events:
+                found = events.get_final_message()
+        else:
+            found = client.messages.create(**asked)
+        calls = [block for block in found.content if block.type == "tool_use"]
+        assert found.stop_reason == ("tool_use" if calls else "end_turn")
+        text = "".join(block.text for block in found.content if block.type == "text")
+        told = [(call.name, call.input) for call in calls]
+        yield text or None, told, found.usage.input_tokens, found.usage.output_tokens
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "7"} for call in calls]
+        messages += [
+            {"role": "assistant", "content": found.content},
+            *([{"role": "user", "content": results}] if calls else []),
+        ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("agent", [by_responses, by_messages])
+def test_an_agent_of_another_api_asks_and_is_told_what_one_of_chats_is(tiny_model, agent, stream):
+    with calling(tiny_model) as (url, prompts):
+        expected, found = ([next(turns) for _ in range(2)] for turns in (by_chat(url, False), agent(url, stream)))
+        assert expected[0][:2] == ("ab", [("f", {"n": 1}), ("f", {})]) and expected[1][:2] == ("fine", [])
+        assert found == expected and prompts[:2] == prompts[2:]
+
+
+IN = {"responses": {"model": "tiny", "input": "abc"}, "messages": {"model": "tiny", "messages": CHAT}}
+ASK_FOR_NOTHING = [
+    (
+        "responses",
+        {"reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}, "store": True},
+    ),
+    ("responses", {"include": ["reasoning.encrypted_content"], "truncation": "disabled", "background": False}),
+    ("responses", {"previous_response_id": None, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}),
+    ("responses", {"input": [{"type": "reasoning", "summary": []}, *CHAT], "max_output_tokens": 1, "top_k": 5}),
+    ("messages", {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "a"}, "cache_control": {"type": "x"}}),
+    ("messages", {"system": [], "stop_sequences": [], "mcp_servers": [], "output_config": {"effort": None}}),
+    ("messages", {"tool_choice": {"type": "auto"}, "service_tier": "auto", "thinking": {"type": "disabled"}}),
+    ("messages", {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "thinking"}]}, *CHAT], "top_k": 5}),
+]
+REFUSED = [
+    ("responses", {"previous_response_id": "r"}, "previous_response_id is not part of this server: no"),
+    ("responses", {"conversation": "c"}, "no response is kept: send all items as input"),
+    ("responses", {"background": True}, "background is not part of this server: no response is kept: wait for it"),
+    ("responses", {"truncation": "auto"}, "truncation is not part of this server: leave it out"),
+    ("responses", {"n": 2}, "n is not part of this server: leave it out"),
+    ("responses", {"reasoning": {"effort": "low"}}, "reasoning is not part of this server: a model"),
+    ("responses", {"text": {"format": {"type": "json_object"}}}, "text is not part of this server: an answer"),
+    ("responses", {"include": ["message.output_text.logprobs"]}, "include: ask /v1/chat/completions for log-probs"),
+    ("responses", {"tools": [{"type": "web_search"}]}, "tools: 'web_search' is run by OpenAI: give functions"),
+    ("responses", {"tool_choice": "required"}, "tool_choice: Input should be 'auto' or 'none'"),
+    ("responses", {"max_output_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    ("responses", {"input": None}, "input must be a list of objects"),
+    ("responses", {"input": [{"type": "item_reference", "id": "a"}]}, "an item of the type 'item_reference' must"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "'input_file' in a content must"),
+    ("responses", {"input": [{"role": "user", "content": 5}]}, "input: a content must be a list of objects"),
+    ("responses", {"input": [{"role": 5, "content": "a"}]}, "messages: the prompt holds"),
+    ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking is not part of this server"),
+    ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config is not part"),
+    ("messages", {"tools": [{"type": "web_search_2", "name": "w"}]}, "'web_search_2' has no input_schema"),
+    ("messages", {"tool_choice": {"type": "any"}}, "tool_choice: Input should be 'auto' or 'none'"),
+    ("messages", {"stop_sequences": "a" * 2000}, "stop.constrained-str: String should have at most 1000"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document' in a content"),
+    ("messages", {"messages": [{"role": "user", "content": None}]}, "a content must be a list of objects"),
+    ("messages", {"messages": [{"role": "user", "content": [IMAGE_BLOCK]}]}, "this server reads text alone"),
+    ("messages", {"messages": [*CHAT, {"role": "assistant", "content": "a"}]}, "no answer here goes on with it"),
+    ("messages", {"messages": [{"role": "model", "content": "a"}]}, "messages: the role 'model' is none of system"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "more"), ASK_FOR_NOTHING, ids=range(len(ASK_FOR_NOTHING)))
+def test_what_another_api_need_not_say_is_let_through(address, path, more):
+    assert post(address, IN[path] | more, path=path)["usage"]["input_tokens"] > 3
+
+
+@pytest.mark.parametrize(("path", "more", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_another_api_has_beyond_chats_is_refused_by_its_name(address, path, more, message):
+    code, said = refusal(address, IN[path] | more, path=path)
+    assert code == 400 and message in said
+
+
+def test_an_answer_that_is_cut_or_ends_at_a_stop_string_says_so_as_its_api_does(tiny_model):
+    anthropic = pytest.importorskip("anthropic")
+    with calling(tiny_model) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+        cut = client.responses.create(**IN["responses"], max_output_tokens=2)
+        assert (cut.status, cut.incomplete_details.reason, cut.output_text) == ("incomplete", "max_output_tokens", "fi")
+        *_, last = client.responses.create(**IN["responses"], max_output_tokens=2, stream=True)
+        assert (last.type, last.response.output_text) == ("response.incomplete", "fi")
+        client = anthropic.Anthropic(base_url=url, api_key="x", max_retries=0)
+        cases = ({"max_tokens": 2}, ("max_tokens", None)), ({"stop_sequences": ["ne", "z"]}, ("stop_sequence", "ne"))
+        for more, expected in cases:
+            asked = IN["messages"] | {"max_tokens": 9} | more
+            with client.messages.stream(**asked) as events:
+                streamed = events.get_final_message()
+            for found in (streamed, client.messages.create(**asked)):
+                assert (found.stop_reason, found.stop_sequence) == expected and found.content[0].text == "fi"
+
+
+def test_errors_and_keys_are_those_of_the_api_that_is_asked(address, client):
+    anthropic = pytest.importorskip("anthropic")
+    mine, other = (anthropic.Anthropic(base_url=address, api_key=key, max_retries=0) for key in (KEY, "wrong"))
+    for who, more, kind in (
+        (mine, {"model": "gpt"}, "not_found_error"),
+        (mine, {"max_tokens": 0}, "invalid_request_error"),
+        (other, {}, "authentication_error"),
+    ):
+        with pytest.raises(anthropic.APIStatusError) as refused:
+            who.messages.create(**IN["messages"] | {"max_tokens": 2} | more)
+        assert (refused.value.body["type"], refused.value.body["error"]["type"]) == ("error", kind)
+    served = r"is not served here; what is: .*POST /v1/chat/completions, POST /v1/responses, POST /v1/messages$"
+    for method in (client.responses.retrieve, client.files.retrieve):
+        with pytest.raises(openai.NotFoundError) as refused:
+            method("abc")
+        assert re.search(served, refused.value.body["message"])
+
+
+def test_a_stream_that_fails_is_an_error_of_its_api(tiny_model):
+    class Broken(Rollout):
+        def generate(self, requests: list[Request]) -> list[Completion]:
+            raise RuntimeError("out of memory")
+
+    anthropic = pytest.importorskip("anthropic")
+    with serving(served_by(Broken, tiny_model, 30), compose(tiny_model)) as url:
+        with pytest.raises(openai.APIError, match="out of memory"):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+            list(client.responses.create(**IN["responses"], stream=True))
+        with pytest.raises(anthropic.APIError, match="out of memory"):
+            client = anthropic.Anthropic(base_url=url, api_key="x", max_retries=0)
+            list(client.messages.create(**IN["messages"], max_tokens=2, stream=True))
+
+
+def test_an_image_goes_to_the_chat_as_its_url():
+    url = "data:image/png;base64,AAAA"
+    text, image = {"type": "text", "text": "a"}, {"type": "input_image", "image_url": url}
+    chat = [{"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": url}}]}]
+    assert responses.to_chat({"input": [{"role": "user", "content": [text, image]}]})["messages"] == chat
+    turns = [{"role": "user", "content": [text, IMAGE_BLOCK]}]
+    assert anthropic_messages.to_chat({"messages": turns})["messages"] == chat
+
+
+TEXTS = st.text(max_size=8)
+ARGUMENTS = st.dictionaries(TEXTS, st.none() | st.booleans() | st.integers() | TEXTS | st.lists(TEXTS), max_size=3)
+
+
+@given(text=TEXTS, calls=st.lists(st.tuples(TEXTS, ARGUMENTS), max_size=3), data=st.data())
+def test_an_answer_in_another_api_is_the_chats_when_it_comes_back(text, calls, data):
+    """Whole and as a stream, cut at any place; in Responses with each result behind its call."""
+    functions = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in calls]
+    numbers = range(len(calls))
+    chat = [{"index": n, "id": f"call_{n}", "type": "function", "function": functions[n]} for n in numbers]
+    message = {"role": "assistant", "content": text} | ({"tool_calls": chat} if calls else {})
+    envelope = {"id": "chatcmpl-a1", "created": 1, "model": "m"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    reason = "tool_calls" if calls else data.draw(st.sampled_from(["stop", "length"]))
+    answer = envelope | {"choices": [{"message": message, "finish_reason": reason}], "usage": usage}
+    cut = data.draw(st.integers(0, len(text)))
+    deltas = [
+        ({"content": ""}, None),
+        ({"content": text[:cut]}, None),
+        ({"content": text[cut:], "tool_calls": chat}, reason),
+    ]
+    chunks = [envelope | {"choices": [{"delta": delta, "finish_reason": each}]} for delta, each in deltas]
+    chunks.append(envelope | {"choices": [], "usage": usage})
+    expected = [(text, [(name, arguments) for name, arguments in calls])]
+
+    def read(messages: list[dict]) -> list[tuple]:
+        told = [with_text({"content": ""} | each) for each in messages if each["role"] == "assistant"]
+        return [(each["content"], [(call["function"]["name"], call["function"]["arguments"])
+                                   for call in each.get("tool_calls", [])]) for each in told]  # fmt: skip
+
+    response, reply = responses.from_chat(answer, {}), anthropic_messages.from_chat(answer, {})
+    items = []
+    for item in response["output"]:
+        results = [{"type": "function_call_output", "call_id": item.get("call_id"), "output": "7"}]
+        items += [item, *(results if item["type"] == "function_call" else [])]
+    assert read(responses.to_chat({"input": items})["messages"]) == expected
+    assert read(anthropic_messages.to_chat({"messages": [reply, *CHAT]})["messages"]) == expected
+    streams = responses.Events({}), anthropic_messages.Events({})
+    told, other = ([event for chunk in chunks for event in stream.of(chunk)] for stream in streams)
+    assert told[-1]["response"] == response and [event["sequence_number"] for event in told] == [*range(len(told))]
+    assert [event["item"] for event in told if event["type"] == "response.output_item.done"] == response["output"]
+    assert other[-2]["delta"]["stop_reason"] == reply["stop_reason"] and other[-2]["usage"] == reply["usage"]
+    starts = [event["content_block"] for event in other if event["type"] == "content_block_start"]
+    assert [block["type"] for block in starts] == [block["type"] for block in reply["content"]]
+
+
 def test_a_flood_is_refused_beyond_a_bound_and_what_was_admitted_is_over_with_its_request(served, address, monkeypatch):
     monkeypatch.setattr("extras.server.app.MOST_OPEN", 40)
     body = GOOD | {"n": 32, "max_tokens": 24, "logprobs": 0}
@@ -319,18 +580,18 @@ def test_a_wrong_key_is_refused(address):
 # What cannot be answered
 
 
-def post(address: str, body: object, key: str = KEY) -> dict:
-    path = "chat/completions" if isinstance(body, dict) and "messages" in body else "completions"
+def post(address: str, body: object, key: str = KEY, path: str = "") -> dict:
+    path = path or ("chat/completions" if isinstance(body, dict) and "messages" in body else "completions")
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     with urllib.request.urlopen(urllib.request.Request(f"{address}/v1/{path}", content, headers)) as answer:
         return json.loads(answer.read())
 
 
-def refusal(address: str, body: object, key: str = KEY) -> tuple[int, str]:
+def refusal(address: str, body: object, key: str = KEY, path: str = "") -> tuple[int, str]:
     """The status with which a request is refused, and what is said of it."""
     with pytest.raises(urllib.error.HTTPError) as refused:
-        post(address, body, key)
+        post(address, body, key, path)
     return refused.value.code, json.loads(refused.value.read())["error"]["message"]
 
 
@@ -527,7 +788,7 @@ def pieces(ids: list[int], stops: list[str]) -> tuple[list[str], int, bool]:
         if text.stopped:
             return found, taken, True
     found.append(text.finish())
-    return found, len(ids), text.stopped
+    return found, len(ids), bool(text.stopped)
 
 
 def test_a_character_of_several_tokens_comes_when_it_is_whole():

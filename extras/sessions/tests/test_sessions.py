@@ -376,6 +376,158 @@ def test_two_runs_are_equal_where_a_program_asks_at_once(tmp_path: Path):
     assert rows_of((0, 4)) == rows_of((0, 4)) == rows_of((0, 2), (2, 2))
 
 
+CLIENTS = {  # by package: an agent that has its two calls answered, and asks again
+    "openai": """
+        def agent(base_url, api_key, messages):
+            client, items = openai.OpenAI(base_url=base_url, api_key=api_key), messages
+            for stream in (False, True, False):
+                asked = {"model": "m", "input": items, "tools": [{"type": "function", **FUNCTION}], "stream": stream}
+                response = client.responses.create(**asked)
+                response = [*response][-1].response if stream else response
+                for item in response.output:
+                    items += [item]
+                    if item.type == "function_call":
+                        items += [{"type": "function_call_output", "call_id": item.call_id, "output": "7"}]
+                items += [AGAIN] if response.output_text == "fine" else []
+    """,
+    "anthropic": """
+        def agent(base_url, api_key, messages):
+            client = anthropic.Anthropic(base_url=base_url, api_key=api_key)
+            tools = [{"name": "add", "input_schema": FUNCTION["parameters"]}]
+            for stream in (False, True, False):
+                asked = {"model": "m", "max_tokens": 400, "tools": tools, "messages": messages}
+                if stream:
+                    with client.messages.stream(**asked) as events:
+                        reply = events.get_final_message()
+                else:
+                    reply = client.messages.create(**asked)
+                results = [{"type": "tool_result", "tool_use_id": block.id, "content": "7"}
+                           for block in reply.content if block.type == "tool_use"]
+                messages += [reply, {"role": "user", "content": results} if results else AGAIN]
+    """,
+    "agents": """
+        @agents.function_tool
+        def add(a: int) -> str:
+            "Adds."
+            return "7"
+        async def agent(base_url, api_key, messages):
+            client, items = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), messages
+            model = agents.OpenAIResponsesModel("m", client)
+            adds = agents.Agent("adds", instructions="Add!", model=model, tools=[add])
+            run = agents.RunConfig(tracing_disabled=True)
+            items = (await agents.Runner.run(adds, items, run_config=run)).to_input_list()
+            streamed = agents.Runner.run_streamed(adds, [*items, AGAIN], run_config=run)
+            kinds = [event.type async for event in streamed.stream_events()]
+            assert streamed.final_output == "fine" and "raw_response_event" in kinds
+    """,
+    "langchain_openai": """
+        from langchain_core.messages import ToolMessage
+        def agent(base_url, api_key, messages):
+            model = langchain_openai.ChatOpenAI(model="m", base_url=base_url, api_key=api_key, use_responses_api=True)
+            model = model.bind_tools([{"type": "function", "function": FUNCTION}])
+            for stream in (False, True, False):
+                reply = functools.reduce(operator.add, model.stream(messages)) if stream else model.invoke(messages)
+                results = [ToolMessage("7", tool_call_id=call["id"]) for call in reply.tool_calls]
+                messages += [reply, *(results or [AGAIN])]
+    """,
+    "litellm": """
+        def agent(base_url, api_key, messages):
+            asked = {"api_base": base_url, "api_key": api_key}
+            for model in ("openai/m", "anthropic/m"):
+                told = [*messages]
+                for stream in (False, True, False):
+                    tools = [{"type": "function", "function": FUNCTION}]
+                    reply = litellm.completion(model, told, tools=tools, stream=stream, **asked)
+                    reply = litellm.stream_chunk_builder([*reply]) if stream else reply
+                    reply = reply.choices[0].message
+                    results = [{"role": "tool", "tool_call_id": call.id, "content": "7"}
+                               for call in reply.tool_calls or []]
+                    told += [reply.model_dump(), *(results or [AGAIN])]
+            response = litellm.responses(input="Hi", model="openai/m", **asked)
+            assert response.output[0].content[0].text == "fine"
+    """,
+}
+
+
+@pytest.mark.parametrize("package", CLIENTS)
+def test_a_client_of_another_api_goes_on_in_its_row(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
+    pytest.importorskip(package)
+    head = f"""
+        import functools, operator, {package}, openai
+        AGAIN = {{"role": "user", "content": "Again!"}}
+        NUMBER = {{"type": "object", "properties": {{"a": {{"type": "integer"}}}}}}
+        FUNCTION = {{"name": "add", "description": "Adds.", "parameters": NUMBER}}
+    """
+    agent = function(tmp_path, dedent(head) + dedent(CLIENTS[package]))
+    calls = "So:" + "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
+    config = settings(agent, "data.max_prompt_length=1500", response=400)
+    batch = play(config, answer=lambda text, times: calls if text[-1] == "?" else "fine")
+    assert batch.failure.tolist() == [None] * len(batch), batch.failure[0]
+    told = "<|end|><|tool|>7<|end|><|tool|>7<|end|><|assistant|>"
+    row = [f"{calls}<|end|>", told.removeprefix("<|end|>"), "fine<|end|>"]
+    row += ["<|user|>Again!<|end|><|assistant|>", "fine<|end|>"]
+    rows = [shown(batch, place)[1:] for place in range(len(batch))]
+    assert rows == {"litellm": [row, row, ["fine<|end|>"]]}.get(package, [row])
+    assert {metrics["unproven"] for metrics in batch.non_tensor_batch["__agent_metrics__"]} == {0.0}
+
+
+def test_a_completion_goes_on_in_the_row_whose_ids_its_prompt_begins_with(tmp_path: Path):
+    """A chat's row is none of them; a prompt of several, or one of ids that are no tokens, is refused."""
+    agent = function(tmp_path, """
+        import openai
+        def agent(base_url, api_key, messages):
+            client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+            assert client.models.retrieve("policy").max_model_len == 64 + 160
+            def ask(prompt, **more):
+                more = {"extra_body": {"return_token_ids": True}, **more}
+                [choice] = client.completions.create(model="m", prompt=prompt, **more).choices
+                return [*choice.prompt_token_ids, *choice.token_ids]
+            client.chat.completions.create(model="m", messages=messages)
+            ids = ask("ab")
+            ids = ask([*ids, 70, 71])
+            *_, last = client.completions.create(model="m", prompt=[*ids, 72], stream=True)
+            ask([*ids, 73])  # leaves the row before its last answer
+            ask("<|user|>1+1=?<|end|><|assistant|>12<|end|>")
+            for wrong in ({"prompt": ["a", "b"]}, {"prompt": [10**6]}, {"prompt": ""}, {"prompt": "a", "echo": True},
+                          {"prompt": "a", "n": 2}):
+                try:
+                    ask(**wrong)
+                except openai.BadRequestError:
+                    continue
+                raise AssertionError(wrong)
+            try:
+                client.embeddings.create(model="m", input="a")
+            except openai.NotFoundError as error:
+                assert "/v1/embeddings is not served here; what is: GET /v1/models" in str(error), error
+    """)  # fmt: skip
+    batch = play(settings(agent), answer=lambda text, times: "12")
+    assert batch.failure.tolist() == [None] * len(batch), batch.failure[0]
+    more = [TOKENIZER.decode([token]) for token in (70, 71, 72, 73)]
+    said, told = "12<|end|>", "<|user|>1+1=?<|end|><|assistant|>"
+    assert [shown(batch, row) for row in range(len(batch))] == [
+        [told, said],
+        ["ab", said, "".join(more[:2]), said, more[2], said],
+        [f"ab{said}{more[0]}{more[1]}{said}{more[3]}", said],
+        [f"{told}{said}", said],
+    ]
+
+
+def test_a_command_finds_the_policy_by_anthropics_variables_unless_they_lead_elsewhere(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("ANTHROPIC_")]:
+        monkeypatch.delenv(name)
+    program = command(tmp_path, """
+        task = json.loads(sys.stdin.readline())
+        ask(task, task["messages"])
+        print(int(os.environ.get("ANTHROPIC_BASE_URL") == task["base_url"]))
+    """, LIGHT)  # fmt: skip
+    rewards = []
+    for _ in range(2):
+        rewards += play(settings(program)).non_tensor_batch["__reward_score__"].tolist()
+        monkeypatch.setenv("ANTHROPIC_API_KEY", "of a judge")
+    assert rewards == [1, 0]
+
+
 def test_one_program_serves_many_tasks_and_one_that_is_lost_holds_up_no_later_one(tmp_path: Path):
     program = command(tmp_path, """
         from threading import Thread
