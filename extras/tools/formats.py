@@ -3,9 +3,22 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, ClassVar
 
-from data.tool_parsers import ParsedAnswer, Schemas, ToolCall, ToolParser, add_json_call, json_lines, read_json
+from data.tool_parsers import (
+    ParsedAnswer,
+    Schemas,
+    ToolCall,
+    ToolParser,
+    add_json_call,
+    end_of_json,
+    json_lines,
+    read_arguments,
+    read_json,
+)
+from extras.tools.tool_classes import as_typed, types_of
 
 
 class Llama3Parser(ToolParser):
@@ -19,8 +32,9 @@ class Llama3Parser(ToolParser):
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
         text, tag, content = answer.partition(self.TAG)
-        if not tag:
-            text, content = "", answer
+        begun = answer.lstrip().startswith("{") and '"name"' in answer[: end_of_json(answer)]
+        if begun or not tag:  # a tag behind the beginning of a call is one within an argument
+            text, tag, content = "", "", answer
         content = content.strip()
         if not tag and not (content.startswith("{") and '"name"' in content):
             return ParsedAnswer(answer.strip())
@@ -42,15 +56,11 @@ class Llama3Parser(ToolParser):
 
 def json_objects(text: str) -> list[str]:
     """The JSON objects of `text`, one after another; what is none ends the list, as its last part."""
-    parts, place = [], 0
-    decoder = json.JSONDecoder()
-    while rest := text[place:].lstrip("; \n\t\r,"):
-        try:
-            _, length = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return [*parts, rest]
+    parts, start = [], 0
+    while rest := text[start:].lstrip("; \n\t\r,"):
+        length = end_of_json(rest) or len(rest)
         parts.append(rest[:length])
-        place = len(text) - len(rest) + length
+        start = len(text) - len(rest) + length
     return parts or [""]
 
 
@@ -77,80 +87,128 @@ class PlainParser(ToolParser):
         return ParsedAnswer("\n".join(text).strip(), parsed.calls, parsed.errors)
 
     def _add(self, parsed: ParsedAnswer, name: str, content: str, schemas: Schemas) -> None:
-        names = [*schemas[name]["function"]["parameters"]["properties"]] if name in schemas else []
+        names = [*properties_of(schemas, name)]
         value = read_json(content)
         values = read_json(f"[{content}]")
         if isinstance(value, dict) and names and value.keys() <= set(names):
             parsed.calls.append(ToolCall(name, value))
         elif len(names) < 2:  # none: the tool is unknown, or takes nothing
-            parsed.calls.append(ToolCall(name, {names[0]: content} if names else {}))
+            parsed.calls.append(typed_call(name, {names[0]: content} if names else {}, schemas))
         elif isinstance(values, list) and len(values) <= len(names):
             parsed.calls.append(ToolCall(name, dict(zip(names, values, strict=False))))
         else:
             parsed.errors.append(f"write the call as {name}({', '.join(names)}), at most one JSON value for each")
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        values = list(arguments.values())
-        if len(values) == 1:
-            return f"{name}({values[0]})"
-        return f"{name}({json.dumps(arguments, ensure_ascii=False) if values else ''})"
+        text = "".join(map(as_text, arguments.values()))
+        if len(arguments) > 1 or "\n" in text or isinstance(read_json(text), dict):  # no text alone can be these
+            text = json.dumps(arguments, ensure_ascii=False)
+        return f"{name}({text})"
 
 
-class Qwen3CoderParser(ToolParser):
+class TagParser(ToolParser):
+    """A format that writes each argument as a text between tags: the tool's schema says what is read from it.
+
+    The tag that ends a value closes none that the value has opened, and behind it comes another argument, or the end of
+    the call. `write` gives a value in which tags are not in pairs as JSON without a <.
+    """
+
+    CALL: ClassVar[re.Pattern[str]]  # its beginning, with the name
+    ARGUMENT: ClassVar[re.Pattern[str]]  # likewise
+    VALUE_TAG: ClassVar[re.Pattern[str]]  # with a group if it begins a value
+    CALL_END: ClassVar[re.Pattern[str]]
+    closing: ClassVar[str]
+    layout: ClassVar[str]
+
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        text, parsed, end = "", ParsedAnswer(""), 0
+        while call := self.CALL.search(answer, end):
+            text, name = text + answer[end : call.start()], call[1].strip()
+            arguments, end = self._arguments(answer, call.end())
+            if name and (last := self.CALL_END.match(answer, end)):
+                parsed.calls.append(typed_call(name, arguments, schemas))
+            else:
+                following = self.CALL.search(answer, end)
+                limit = following.start() if following else len(answer)
+                last = self.CALL_END.search(answer, end, limit)
+                unclosed = f"the call of {name or '?'} is not closed: {self.closing} is missing"
+                parsed.errors.append(self.layout.format(name) if last else unclosed)
+            end = last.end() if last else limit
+        return replace(parsed, text=(text + answer[end:]).strip())
+
+    def _arguments(self, answer: str, end: int) -> tuple[dict[str, str], int]:
+        """Reads the arguments from `end` on, as far as they go; also returns where that is."""
+        arguments = {}
+        while (begin := self.ARGUMENT.match(answer, end)) and (last := self._end_of_value(answer, begin.end())):
+            text, end = answer[begin.end() : last.start()], last.end()
+            arguments[begin[1].strip()] = text if (escaped := read_escaped(text)) is None else escaped
+        return arguments, end
+
+    def _end_of_value(self, answer: str, start: int) -> re.Match[str] | None:
+        depth, first = 1, None
+        for tag in self.VALUE_TAG.finditer(answer, start):
+            depth += 1 if tag[1] else -1
+            if not tag[1] and (self.ARGUMENT.match(answer, tag.end()) or self.CALL_END.match(answer, tag.end())):
+                if depth == 0:
+                    return tag
+                first = first or tag
+            depth = max(depth, 1)
+        is_cut = first and self.CALL.search(answer, start, first.start())  # what follows is another call's
+        return None if is_cut else first
+
+    def value_text(self, value: Any) -> str:
+        """Writes a value so that it is read as it was."""
+        text = as_text(value)
+        depths = [*accumulate((1 if tag[1] else -1 for tag in self.VALUE_TAG.finditer(text)), initial=0)]
+        if min(depths) == depths[-1] == 0 and read_escaped(text) is None:
+            return text
+        return json.dumps(value, ensure_ascii=False).replace("<", r"\u003c")
+
+
+def read_escaped(text: str) -> str | None:
+    """Returns the text that `TagParser.value_text` has written as JSON; None: it has not."""
+    value = read_json(text) if r"\u003c" in text else None
+    return value if isinstance(value, str) else None
+
+
+class Qwen3CoderParser(TagParser):
     """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, as Qwen3-Coder writes calls.
 
     Any number of them, also without <tool_call>. A value is the text between its tags, less a line break at each end.
     """
 
-    BLOCK = re.compile(r"(?:<tool_call>\s*)?<function=(.*?)>(.*?)(</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL)
-    PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    CALL = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>")
+    ARGUMENT = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+    VALUE_TAG = re.compile(r"(<parameter=[^>\n]+>)|\n?</parameter>")
+    CALL_END = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
+    closing, layout = "</function>", "write each argument of {} as <parameter=NAME>value</parameter>"
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        parsed = ParsedAnswer(self.BLOCK.sub("", answer).strip())
-        for name, content, end in self.BLOCK.findall(answer):
-            rest = self.PARAMETER.sub("", content).strip()
-            if not end:
-                parsed.errors.append(f"the call of {name.strip()} is not closed: </function> is missing")
-            elif rest:
-                parsed.errors.append(f"write each argument of {name.strip()} as <parameter=NAME>value</parameter>")
-            else:
-                parsed.calls.append(ToolCall(name.strip(), dict(self.PARAMETER.findall(content))))
+        parsed = super().parse(answer, schemas)
         if "<tool_call>" in parsed.text:
             parsed.errors.append("a call is <tool_call><function=NAME>…</function></tool_call>")
         return parsed
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        parameters = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
+        values = {key: self.value_text(value) for key, value in arguments.items()}
+        parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in values.items())
         return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
-class GLMParser(ToolParser):
+class GLMParser(TagParser):
     """`<tool_call>NAME`, then `<arg_key>KEY</arg_key><arg_value>value</arg_value>` for each argument, `</tool_call>`,
     as GLM-4.5 writes calls; any number of them."""
 
-    BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-    ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>\n?(.*?)\n?</arg_value>", re.DOTALL)
-
-    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        parsed = ParsedAnswer(self.BLOCK.sub("", answer).strip())
-        for content, end in self.BLOCK.findall(answer):
-            name = self.ARGUMENT.sub("", content).strip()
-            if not end:
-                parsed.errors.append("a call is not closed: </tool_call> is missing")
-            elif re.fullmatch(r"[\w.-]+", name):
-                arguments = {key.strip(): value for key, value in self.ARGUMENT.findall(content)}
-                parsed.calls.append(ToolCall(name, arguments))
-            else:
-                parsed.errors.append(
-                    "a call is the function's name, and <arg_key>NAME</arg_key><arg_value>value</arg_value> for each "
-                    "argument"
-                )
-        return parsed
+    CALL = re.compile(r"<tool_call>\s*([\w.-]*)")
+    ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+    VALUE_TAG = re.compile(r"(<arg_value>)|</arg_value>")
+    CALL_END = re.compile(r"\s*</tool_call>")
+    closing = "</tool_call>"
+    layout = "a call is the function's name, and <arg_key>NAME</arg_key><arg_value>value</arg_value> for each argument"
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        lines = (
-            f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n" for key, value in arguments.items()
-        )
+        values = {key: self.value_text(value) for key, value in arguments.items()}
+        lines = (f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in values.items())
         return f"<tool_call>{name}\n{''.join(lines)}</tool_call>"
 
 
@@ -162,19 +220,24 @@ class HarmonyParser(ToolParser):
     """
 
     MESSAGE = re.compile(
-        r"(.*?)<\|message\|>(.*?)(<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL
+        r"(.*?)<\|message\|>(.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL
     )
+    END = re.compile(r"\s*(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)")
     RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+    marks_text = True
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        text, parsed = [], ParsedAnswer("")
-        for header, content, _ in self.MESSAGE.findall(answer):
+        text, parsed, end = [], ParsedAnswer(""), 0
+        while message := self.MESSAGE.match(answer, end):
+            header, start, mark = message[1], message.start(2), message
             text.append(self._before_marks(header))
             if recipient := self.RECIPIENT.search(header):
-                self._add(parsed, recipient[1], content)
+                mark = self.END.match(answer, end_of_json(answer, start)) or message  # one within the JSON ends nothing
+                self._add(parsed, recipient[1], answer[start : mark.start("end")])
             elif "<|channel|>analysis" not in header:
-                text.append(content.strip())
-        rest = self.MESSAGE.sub("", answer)
+                text.append(message[2].strip())
+            end = mark.end()
+        rest = answer[end:]
         if recipient := self.RECIPIENT.search(rest.partition("<|")[2]):
             parsed.errors.append(f"the call of {recipient[1]} is cut: <|message|> and its arguments are missing")
         text.append(self._before_marks(rest))
@@ -186,7 +249,7 @@ class HarmonyParser(ToolParser):
         return "" if before == "assistant" or self.RECIPIENT.match(before) else before
 
     def _add(self, parsed: ParsedAnswer, recipient: str, content: str) -> None:
-        name, arguments = recipient.removeprefix("functions."), read_json(content)
+        name, arguments = recipient.removeprefix("functions."), read_arguments(content)
         if name == recipient:
             parsed.errors.append(f"there is no {recipient}: a call is addressed to=functions.NAME")
         elif isinstance(arguments, dict):
@@ -197,6 +260,32 @@ class HarmonyParser(ToolParser):
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         content = json.dumps(arguments, ensure_ascii=False)
         return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{content}<|call|>"
+
+
+def properties_of(schemas: Schemas, name: str) -> Mapping[str, Any]:
+    """Returns the parameters of a tool as its schema describes them; {} if it describes none."""
+    match schemas.get(name):
+        case {"function": {"parameters": {"properties": Mapping() as properties}}}:
+            return properties
+    return {}
+
+
+def typed_call(name: str, texts: Mapping[str, str], schemas: Schemas) -> ToolCall:
+    """Returns a call with arguments that are read from texts as the tool's schema says, if they fit."""
+    properties = properties_of(schemas, name)
+    return ToolCall(name, {key: read_argument(text, properties.get(key)) for key, text in texts.items()})
+
+
+def read_argument(text: str, property_schema: Any) -> Any:
+    kinds = types_of(property_schema) if isinstance(property_schema, Mapping) else []
+    if "null" in kinds and text in ("null", "None"):
+        return None
+    if not kinds or not all(isinstance(kind, str) for kind in kinds):
+        return text
+    try:
+        return as_typed(text, property_schema)
+    except ValueError:
+        return text
 
 
 def as_text(value: Any) -> str:

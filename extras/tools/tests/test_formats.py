@@ -1,8 +1,11 @@
 """Calls of tools in each format are found, or explained to the policy."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from data.tool_parsers import ToolCall, ToolParser
+from configs.extras import present
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, parse_answer
 from extras.tools.tests.test_tools import BOTH
 from extras.tools.toolbox import checked_arguments
 
@@ -39,7 +42,7 @@ THOUGHT = '<|channel|>analysis<|message|>Call {"city": "Oslo"}?<|end|><|start|>a
         ("llama3", "<|python_tag|>", "", [], ["not valid JSON"]),
         ("plain", "weather(Rome) it is", "", [], ["must be a line of its own"]),
         ("plain", "It is f(x) here", "It is f(x) here", [], []),
-        ("plain", "So:\nslow(0.5)", "So:", [ToolCall("slow", {"seconds": "0.5"})], []),
+        ("plain", "So:\nslow(0.5)", "So:", [ToolCall("slow", {"seconds": 0.5})], []),
         ("plain", "slow(0.5", "", [], ["the call of slow must be a line of its own that ends in )"]),
         ("plain", 'weather("Rome", 3)', "", [ToolCall("weather", {"city": "Rome", "days": 3})], []),
         ("plain", 'weather({"city": "Rome"})', "", [ROME], []),
@@ -77,7 +80,7 @@ def test_calls_are_found_or_explained(form, answer, text, calls, errors):
     parsed = parser.parse(answer, BOTH)
     assert (parsed.text, parsed.calls) == (text, calls)
     assert len(parsed.errors) == len(errors) and all(map(str.__contains__, parsed.errors, errors))
-    assert parser.parse(parser.write("slow", {"seconds": "1"}), BOTH).calls == [ToolCall("slow", {"seconds": "1"})]
+    assert parser.parse(parser.write("slow", {"seconds": 1}), BOTH).calls == [ToolCall("slow", {"seconds": 1})]
 
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm", "gpt-oss"])
@@ -86,3 +89,37 @@ def test_what_a_parser_writes_it_reads_and_nested_values_become_what_the_schema_
     written = "\n".join(parser.write(name, arguments) for name, arguments in [("weather", NESTED), ("f", {})])
     first, second = parser.parse(written, BOTH).calls
     assert checked_arguments(BOTH["weather"], first.arguments) == NESTED and second == F
+
+
+# Any arguments
+
+TAGS = [
+    "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<|python_tag|>", "<|channel|>", "<|message|>", "<|call|>", "<|start|>",
+    "<think>", "</think>", "\n", '"', "\\", "{", "}", ")", '{"name": "f", "arguments": {}}', "null", "\\u003c", XML, GLM,
+    HARMONY, "f(1)",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(TAGS) | st.text(max_size=4), max_size=6).map("".join)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+JSON = st.recursive(SCALARS, lambda each: st.lists(each, max_size=3) | st.dictionaries(TEXTS, each, max_size=3))
+ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b", "key-2", "ключ"]), JSON, max_size=3)
+DRAFT = "I write <tool_call> <function=f0><parameter=a> or f0(1)?</think>"  # begun by the prompt, or not
+THOUGHTS = [DRAFT, f"<think>{DRAFT}", "<think></think>"]
+TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+FORMATS = sorted({*ToolParser.registry, *present("format")})
+
+
+@settings(deadline=None, max_examples=250)
+@pytest.mark.parametrize("form", FORMATS)
+@given(calls=st.lists(ARGUMENTS, min_size=1, max_size=2), thought=st.sampled_from(["", *THOUGHTS]))
+def test_any_arguments_that_a_format_writes_are_read_as_they_were(form, calls, thought):
+    """Also behind a thought, and behind another call: whatever tags a text has, it is read as that text."""
+    kinds = [{key: TYPES.get(type(value), "null") for key, value in arguments.items()} for arguments in calls]
+    schemas = {
+        f"f{number}": {"function": {"parameters": {"properties": {key: {"type": kind} for key, kind in each.items()}}}}
+        for number, each in enumerate(kinds)
+    }
+    parser = ToolParser.get_tool_parser(form)
+    answer = thought + "\n".join(map(parser.write, schemas, calls))
+    parsed = parse_answer(parser, answer, schemas)
+    assert parsed == ParsedAnswer(thought, [*map(ToolCall, schemas, calls)])
