@@ -8,7 +8,6 @@
 import asyncio
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -43,9 +42,8 @@ class ParsedAnswer:
 class Answer(str):
     """An answer as text without special tokens, which knows the tokens that were sampled.
 
-    Args:
-        stopped: whether the last token ended it, which says nothing then if it is a special one.
-        cut: how many characters at the end, of a stop string and behind it, are no part of the answer.
+    `stopped`: whether the last of them ended it. `cut`: how many of its last characters, from a stop string on, are not
+    part of it.
     """
 
     def __new__(cls, token_ids: list[int], tokenizer: Any, stopped: bool, cut: int = 0) -> "Answer":
@@ -54,34 +52,21 @@ class Answer(str):
         answer.token_ids, answer.tokenizer, answer.stopped, answer.cut = token_ids, tokenizer, stopped, cut
         return answer
 
-    def __reduce__(self) -> tuple[Any, ...]:  # copies, and what is sent elsewhere, are the text alone
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy is the text alone
         return str, (str(self),)
-
-    @property
-    def sampled(self) -> str:
-        """Returns the text with its special tokens, but for the one that ended it."""
-        text = self.tokenizer.decode(self.token_ids)
-        return text[: len(text) - self.cut].removesuffix(self.ending)
 
     @property
     def ending(self) -> str:
         """Returns the special token that ended the answer, or ""."""
         last = self.token_ids[-1:]
-        is_special = self.stopped and not self.tokenizer.decode(last, skip_special_tokens=True)
-        return self.tokenizer.decode(last) if is_special else ""
+        is_text = not self.stopped or self.tokenizer.decode(last, skip_special_tokens=True)
+        return "" if is_text else self.tokenizer.decode(last)
 
-    def ids_without(self, spans: Sequence[tuple[int, int]]) -> list[int]:
-        """Returns the tokens but for those of these spans of `sampled`."""
-        ids = [*self.token_ids]
-        if self.cut:
-            spans = [*spans, (len(self.sampled), len(self.sampled) + self.cut)]
-        for span in reversed(spans):
-            start, end = (
-                bisect_left(range(len(ids)), edge, key=lambda count: len(self.tokenizer.decode(ids[:count])))
-                for edge in span
-            )
-            del ids[start:end]
-        return ids
+    @property
+    def sampled(self) -> str:
+        """Returns the text with its special tokens, but for the `ending`."""
+        text = self.tokenizer.decode(self.token_ids)
+        return text[: len(text) - self.cut].removesuffix(self.ending)
 
 
 @dataclass(frozen=True)
@@ -133,10 +118,9 @@ class ToolParser:
 
         Calls of tools that do not exist, or with wrong arguments, are calls nevertheless.
         """
-        return self.parse_ids(self.tokenizer.encode(answer, add_special_tokens=False), schemas)
-
-    def parse_ids(self, ids: list[int], schemas: Schemas) -> ParsedAnswer:
-        """Reads an answer's tokens by verl's coroutine."""
+        ids = (
+            answer.token_ids if isinstance(answer, Answer) else self.tokenizer.encode(answer, add_special_tokens=False)
+        )
         tools = [[*schemas.values()]] if "tools" in signature(self.extract_tool_calls).parameters else []
         with ThreadPoolExecutor(1) as thread:  # a loop may run in this thread already
             text, calls = thread.submit(asyncio.run, self.extract_tool_calls(ids, *tools)).result()
@@ -164,57 +148,44 @@ class ToolParser:
 
 
 def parse_answer(parser: ToolParser, answer: str, schemas: Schemas) -> ParsedAnswer:
-    """Reads an answer as it was sampled. What it thinks is text, as calls in there are plans."""
+    """Reads an answer as it was sampled. What it thinks is text, in which calls are plans; its prompt may have begun a
+    thought, and a tag in an argument neither begins nor ends one."""
     sampled = answer.sampled if isinstance(answer, Answer) else answer
-    spans = thoughts_in(sampled, lambda text: parser.parse(text, schemas).calls)
-    if isinstance(answer, Answer) and type(parser).parse is ToolParser.parse:
-        parsed = parser.parse_ids(answer.ids_without(spans), schemas)
-        parsed = replace(parsed, text=parsed.text.removesuffix(answer.ending))
-    else:
-        edges = [0, *(edge for span in spans for edge in span), len(sampled)]
-        pieces = (sampled[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
-        parsed = parser.parse("".join(pieces), schemas)
-    thoughts = "".join(sampled[start:end] for start, end in spans)
-    return replace(parsed, text="\n\n".join(filter(None, (thoughts, parsed.text))))
-
-
-def thoughts_in(text: str, calls_in: Callable[[str], Sequence[ToolCall]]) -> list[tuple[int, int]]:
-    """Finds the spans of an answer in which it thinks; its prompt may have begun the first. A tag in an argument is
-    text."""
-    spans, start = list[tuple[int, int]](), None
-
-    def is_in_argument(tag: re.Match[str]) -> bool:
-        before = text[spans[-1][1] if spans else 0 : tag.start()]
-        calls = calls_in(before + MARKED + text[tag.end() :]) if before.strip() else ()
-        return any(MARKED in repr(call.arguments) for call in calls)
-
-    for tag in THOUGHT_TAG.finditer(text):
-        begins = tag[0] == "<think>"
-        if start is None and (begins or not spans) and not is_in_argument(tag):
-            start = tag.start() if begins else 0
-        if start is not None and not begins:
-            spans.append((start, tag.end()))
-            start = None
-    return spans if start is None else [*spans, (start, len(text))]
+    thoughts, rest, end = "", sampled, 0
+    while tag := THOUGHT_TAG.search(rest, end):
+        before, behind, end = rest[: tag.start()], rest[tag.end() :], tag.end()
+        calls = parser.parse(before + MARKED + behind, schemas).calls if before.strip() else ()
+        if any(MARKED in repr(call.arguments) for call in calls):
+            continue
+        if tag[0] == "<think>":
+            thought, close, behind = behind.partition("</think>")
+            thoughts, rest, end = thoughts + tag[0] + thought + close, before + behind, len(before)
+        elif not thoughts:
+            thoughts, rest, end = before + tag[0], behind, 0
+    reads_ids = isinstance(answer, Answer) and type(parser).parse is ToolParser.parse  # verl's form
+    if reads_ids:
+        rest = answer if rest == sampled and not answer.cut else rest + answer.ending
+    parsed = parser.parse(rest, schemas)
+    text = parsed.text.removesuffix(answer.ending) if reads_ids else parsed.text
+    return replace(parsed, text="\n\n".join(filter(None, (thoughts, text))))
 
 
 @ToolParser.register("hermes")
 class HermesParser(ToolParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen write calls; any number of them."""
 
-    BLOCK = re.compile(r"<tool_call>(.*?)(?P<close></tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-    CLOSE = re.compile(r"\s*(?P<close></tool_call>)")
+    CALL, END = re.compile("<tool_call>"), re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
         text, parsed, end = "", ParsedAnswer(""), 0
-        while block := self.BLOCK.search(answer, end):
-            text, start = text + answer[end : block.start()], block.start(1)
-            tag = self.CLOSE.match(answer, end_of_json(answer, start)) or block  # one within the JSON closes nothing
-            end = tag.end("close")
-            if tag["close"]:
-                add_json_call(parsed, answer[start : tag.start("close")], "arguments")
+        while call := self.CALL.search(answer, end):
+            text += answer[end : call.start()]
+            last = self.END.search(answer, end_of_json(answer, call.end()))  # a tag within the JSON ends nothing
+            if last[0]:
+                add_json_call(parsed, answer[call.end() : last.start()], "arguments")
             else:
                 parsed.errors.append("a call is not closed: </tool_call> is missing")
+            end = last.end()
         return replace(parsed, text=(text + answer[end:]).strip())
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:

@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 from data.tool_parsers import (
     ParsedAnswer,
@@ -18,7 +17,7 @@ from data.tool_parsers import (
     read_arguments,
     read_json,
 )
-from extras.tools.tool_classes import as_typed, types_of
+from extras.tools.tool_classes import as_one_of, types_of
 
 
 class Llama3Parser(ToolParser):
@@ -110,39 +109,24 @@ class TagParser(ToolParser):
     """A format that writes each argument as a text between tags: the tool's schema says what is read from it.
 
     The tag that ends a value closes none that the value has opened, and behind it comes another argument, or the end of
-    the call. `write` gives a value in which tags are not in pairs as JSON without a <.
+    the call. `write` gives a value with such tags as JSON without a <.
     """
-
-    CALL: ClassVar[re.Pattern[str]]  # its beginning, with the name
-    ARGUMENT: ClassVar[re.Pattern[str]]  # likewise
-    VALUE_TAG: ClassVar[re.Pattern[str]]  # with a group if it begins a value
-    CALL_END: ClassVar[re.Pattern[str]]
-    closing: ClassVar[str]
-    layout: ClassVar[str]
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
         text, parsed, end = "", ParsedAnswer(""), 0
         while call := self.CALL.search(answer, end):
-            text, name = text + answer[end : call.start()], call[1].strip()
-            arguments, end = self._arguments(answer, call.end())
-            if name and (last := self.CALL_END.match(answer, end)):
+            text, name, end, arguments = text + answer[end : call.start()], call[1].strip(), call.end(), {}
+            while (begin := self.ARGUMENT.match(answer, end)) and (last := self._end_of_value(answer, begin.end())):
+                arguments[begin[1].strip()] = read_escaped(answer[begin.end() : last.start()])
+                end = last.end()
+            last = self.CALL_END.search(answer, end)
+            if last[0] and name and last.start() == end:
                 parsed.calls.append(typed_call(name, arguments, schemas))
             else:
-                following = self.CALL.search(answer, end)
-                limit = following.start() if following else len(answer)
-                last = self.CALL_END.search(answer, end, limit)
-                unclosed = f"the call of {name or '?'} is not closed: {self.closing} is missing"
-                parsed.errors.append(self.layout.format(name) if last else unclosed)
-            end = last.end() if last else limit
+                unclosed = f"the call of {name or '?'} is not closed: {self.CLOSING} is missing"
+                parsed.errors.append(self.LAYOUT.format(name) if last[0] else unclosed)
+            end = last.end()
         return replace(parsed, text=(text + answer[end:]).strip())
-
-    def _arguments(self, answer: str, end: int) -> tuple[dict[str, str], int]:
-        """Reads the arguments from `end` on, as far as they go; also returns where that is."""
-        arguments = {}
-        while (begin := self.ARGUMENT.match(answer, end)) and (last := self._end_of_value(answer, begin.end())):
-            text, end = answer[begin.end() : last.start()], last.end()
-            arguments[begin[1].strip()] = text if (escaped := read_escaped(text)) is None else escaped
-        return arguments, end
 
     def _end_of_value(self, answer: str, start: int) -> re.Match[str] | None:
         depth, first = 1, None
@@ -156,19 +140,18 @@ class TagParser(ToolParser):
         is_cut = first and self.CALL.search(answer, start, first.start())  # what follows is another call's
         return None if is_cut else first
 
-    def value_text(self, value: Any) -> str:
-        """Writes a value so that it is read as it was."""
-        text = as_text(value)
-        depths = [*accumulate((1 if tag[1] else -1 for tag in self.VALUE_TAG.finditer(text)), initial=0)]
-        if min(depths) == depths[-1] == 0 and read_escaped(text) is None:
-            return text
-        return json.dumps(value, ensure_ascii=False).replace("<", r"\u003c")
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        texts = {key: as_text(value) for key, value in arguments.items()}
+        for key, text in texts.items():
+            if self.VALUE_TAG.search(text) or read_escaped(text) != text:
+                texts[key] = json.dumps(arguments[key], ensure_ascii=False).replace("<", r"\u003c")
+        return self.CALL_TEXT.format(name, "".join(map(self.ARGUMENT_TEXT.format, texts, texts.values())))
 
 
-def read_escaped(text: str) -> str | None:
-    """Returns the text that `TagParser.value_text` has written as JSON; None: it has not."""
-    value = read_json(text) if r"\u003c" in text else None
-    return value if isinstance(value, str) else None
+def read_escaped(text: str) -> str:
+    """Returns what a text stands for, if `TagParser.write` has written it as JSON."""
+    value = read_json(text) if r"\u003c" in text else text
+    return value if isinstance(value, str) else text
 
 
 class Qwen3CoderParser(TagParser):
@@ -180,19 +163,16 @@ class Qwen3CoderParser(TagParser):
     CALL = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>")
     ARGUMENT = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
     VALUE_TAG = re.compile(r"(<parameter=[^>\n]+>)|\n?</parameter>")
-    CALL_END = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
-    closing, layout = "</function>", "write each argument of {} as <parameter=NAME>value</parameter>"
+    CALL_END = re.compile(r"\s*</function>(?:\s*</tool_call>)?|(?=(?:<tool_call>\s*)?<function=)|\Z")
+    CALL_TEXT = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+    ARGUMENT_TEXT = "<parameter={}>\n{}\n</parameter>\n"
+    CLOSING, LAYOUT = "</function>", "write each argument of {} as <parameter=NAME>value</parameter>"
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
         parsed = super().parse(answer, schemas)
         if "<tool_call>" in parsed.text:
             parsed.errors.append("a call is <tool_call><function=NAME>…</function></tool_call>")
         return parsed
-
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        values = {key: self.value_text(value) for key, value in arguments.items()}
-        parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in values.items())
-        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 class GLMParser(TagParser):
@@ -202,14 +182,10 @@ class GLMParser(TagParser):
     CALL = re.compile(r"<tool_call>\s*([\w.-]*)")
     ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
     VALUE_TAG = re.compile(r"(<arg_value>)|</arg_value>")
-    CALL_END = re.compile(r"\s*</tool_call>")
-    closing = "</tool_call>"
-    layout = "a call is the function's name, and <arg_key>NAME</arg_key><arg_value>value</arg_value> for each argument"
-
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        values = {key: self.value_text(value) for key, value in arguments.items()}
-        lines = (f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in values.items())
-        return f"<tool_call>{name}\n{''.join(lines)}</tool_call>"
+    CALL_END = re.compile(r"\s*</tool_call>|(?=<tool_call>)|\Z")
+    CALL_TEXT, ARGUMENT_TEXT = "<tool_call>{}\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+    CLOSING = "</tool_call>"
+    LAYOUT = "a call is the function's name, and <arg_key>NAME</arg_key><arg_value>value</arg_value> for each argument"
 
 
 class HarmonyParser(ToolParser):
@@ -219,24 +195,23 @@ class HarmonyParser(ToolParser):
     is addressed to a function.
     """
 
-    MESSAGE = re.compile(
-        r"(.*?)<\|message\|>(.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL
-    )
-    END = re.compile(r"\s*(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)")
+    HEADER = re.compile(r"(.*?)<\|message\|>", re.DOTALL)
+    END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z")
     RECIPIENT = re.compile(r"\bto=([^\s<]+)")
     marks_text = True
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
         text, parsed, end = [], ParsedAnswer(""), 0
-        while message := self.MESSAGE.match(answer, end):
-            header, start, mark = message[1], message.start(2), message
-            text.append(self._before_marks(header))
-            if recipient := self.RECIPIENT.search(header):
-                mark = self.END.match(answer, end_of_json(answer, start)) or message  # one within the JSON ends nothing
-                self._add(parsed, recipient[1], answer[start : mark.start("end")])
-            elif "<|channel|>analysis" not in header:
-                text.append(message[2].strip())
-            end = mark.end()
+        while header := self.HEADER.match(answer, end):
+            text.append(self._before_marks(header[1]))
+            recipient = self.RECIPIENT.search(header[1])
+            start = end_of_json(answer, header.end()) if recipient else header.end()  # a mark within it ends nothing
+            last = self.END.search(answer, start)
+            content, end = answer[header.end() : last.start()], last.end()
+            if recipient:
+                self._add(parsed, recipient[1], content)
+            elif "<|channel|>analysis" not in header[1]:
+                text.append(content.strip())
         rest = answer[end:]
         if recipient := self.RECIPIENT.search(rest.partition("<|")[2]):
             parsed.errors.append(f"the call of {recipient[1]} is cut: <|message|> and its arguments are missing")
@@ -280,12 +255,8 @@ def read_argument(text: str, property_schema: Any) -> Any:
     kinds = types_of(property_schema) if isinstance(property_schema, Mapping) else []
     if "null" in kinds and text in ("null", "None"):
         return None
-    if not kinds or not all(isinstance(kind, str) for kind in kinds):
-        return text
-    try:
-        return as_typed(text, property_schema)
-    except ValueError:
-        return text
+    result = as_one_of(text, [kind for kind in kinds if isinstance(kind, str)])
+    return text if result is None else result
 
 
 def as_text(value: Any) -> str:

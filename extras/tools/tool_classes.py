@@ -7,7 +7,7 @@ and the docstring of a function. data/tool_parsers.py reads calls of the policy'
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -226,19 +226,10 @@ def types_of(property_schema: Mapping[str, Any]) -> list[str]:
     return [*kinds, "null"] if kinds and property_schema.get("nullable") else kinds
 
 
-def as_typed(value: Any, property_schema: Mapping[str, Any]) -> Any:
-    """Returns `value` as one of a property's types, read from a text or written as one if need be.
-
-    Raises:
-        ValueError: it is of none of them; says what it must be.
-    """
-    kinds = types_of(property_schema)
-    if not kinds or (value is None and "null" in kinds):
-        return value
-    for kind in sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ()))):  # its own comes first
-        if (typed := as_type(value, kind)) is not None:
-            return typed
-    raise ValueError(f"must be of type {' or '.join(kinds)}")
+def as_one_of(value: Any, kinds: Sequence[str]) -> Any:
+    """Returns `value` as the first of these JSON types that it can be, its own before others; None: it can be none."""
+    kinds = sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ())))
+    return next((typed for kind in kinds if (typed := as_type(value, kind)) is not None), None)
 
 
 def as_type(value: Any, kind: str) -> Any:

@@ -12,7 +12,7 @@ from configs.import_utils import accepts
 from configs.schema import MultiTurnConfig
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, parse_answer
 from data.types import Reply, check_text
-from extras.tools.tool_classes import BaseTool, ToolResponse, as_response, as_reward, as_typed
+from extras.tools.tool_classes import BaseTool, ToolResponse, as_one_of, as_response, as_reward, types_of
 from workers.agents.user_code import Overdue, in_users_loop, slots
 
 
@@ -185,14 +185,15 @@ def checked_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -
         raise ValueError(f"there is no argument {unknown[0]!r}; the arguments are {', '.join(known) or 'none'}")
     if missing := [name for name in parameters["required"] if name not in arguments]:
         raise ValueError(f"the argument {missing[0]!r} is missing")
-    return {name: _checked(name, value, known[name]) for name, value in arguments.items()}
+    return {name: _as_typed(name, value, known[name]) for name, value in arguments.items()}
 
 
-def _checked(name: str, value: Any, property_schema: Mapping[str, Any]) -> Any:
-    try:
-        result = as_typed(value, property_schema)
-    except ValueError as error:
-        raise ValueError(f"the argument {name!r} {error}") from error
-    if property_schema.get("type") and result is not None and result not in property_schema.get("enum", [result]):
+def _as_typed(name: str, value: Any, property_schema: Mapping[str, Any]) -> Any:
+    kinds = types_of(property_schema)
+    if not kinds or (value is None and "null" in kinds):
+        return value
+    if (result := as_one_of(value, kinds)) is None:
+        raise ValueError(f"the argument {name!r} must be of type {' or '.join(kinds)}")
+    if "enum" in property_schema and result not in property_schema["enum"]:
         raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, property_schema['enum']))}")
     return result
