@@ -169,7 +169,7 @@ class ChatFormat:
         """Returns the token ids of a prompt, up to where the answer starts."""
         return encode_prompt(messages, self.tokenizer, **self.template_kwargs)
 
-    def text(self, token_ids: list[int], stopped: bool) -> Answer:
+    def text(self, token_ids: list[int], stopped: bool = False) -> Answer:
         """Returns an answer as text, without special tokens; `stopped`: whether it ended by a stop id."""
         return Answer(token_ids, self.tokenizer, stopped)
 

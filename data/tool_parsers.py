@@ -65,8 +65,8 @@ class Answer(str):
     @property
     def sampled(self) -> str:
         """Returns the text with its special tokens, but for the `ending`."""
-        text = self.tokenizer.decode(self.token_ids)
-        return text[: len(text) - self.cut].removesuffix(self.ending)
+        text = self.tokenizer.decode(self.token_ids).removesuffix(self.ending)
+        return text[: len(text) - self.cut]
 
 
 @dataclass(frozen=True)

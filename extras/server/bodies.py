@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import encode_prompt, render
-from data.tool_parsers import Answer, ToolParser, parse_answer
+from data.tool_parsers import Answer, ParsedAnswer, ToolParser, parse_answer
 from data.types import Completion, SamplingParams
 from extras.server.streaming import Piece
 from workers.rollout import COLDEST
@@ -215,15 +215,14 @@ ScoredToken = tuple[int, float | None, dict[int, float] | None]  # None: it foll
 
 @dataclass
 class Part:
-    """New text of a choice, and the tokens behind it; where prompts are scored, the prompt's and these, `scored`. The
-    last has the `answer` whole."""
+    """New text of a choice, and the tokens behind it; where prompts are scored, the prompt's and these, `scored`."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     scored: list[ScoredToken] | None = None
-    answer: Answer | None = None
+    answer: Answer | None = None  # the whole, known at its end
 
     def __add__(self, other: "Part") -> "Part":
         token_ids, log_probs = self.token_ids + other.token_ids, self.log_probs + other.log_probs
@@ -300,17 +299,14 @@ class ResponseBuilder:
     def calls(self, part: Part) -> Json:
         """Returns the content and the calls of an answer that calls tools; {}: its text is the content."""
         schemas = {tool["function"]["name"]: tool for tool in self.body.schemas}
-        if not schemas:
-            return {}
-        parsed = parse_answer(self.parser, part.text if part.answer is None else part.answer, schemas)
+        parsed = parse_answer(self.parser, part.answer or part.text, schemas) if schemas else ParsedAnswer(part.text)
         calls = [
             {"index": index, "id": f"call_{uuid4().hex}", "type": "function"}
             | {"function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
             for index, call in enumerate(parsed.calls)
         ]
-        if calls:
-            return {"content": parsed.text or None, "tool_calls": calls}
-        return {"content": parsed.text} if self.parser.marks_text else {}
+        content = {"content": parsed.text} if self.parser.marks_text else {}
+        return {"content": parsed.text or None, "tool_calls": calls} if calls else content
 
     def chat_log_probs(self, part: Part) -> Json:
         entries = []
@@ -397,7 +393,6 @@ class TokenText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, stops
         self.stopped = False
-        self.cut = 0  # characters behind the text, of a stop string and what came with it
         self.ids: list[int] = []
         self.start = self.end = 0  # ids before `end` are text; ids from `start` on are decoded again, as context
         self.pending = ""
@@ -430,9 +425,8 @@ class TokenText:
         """Returns the pending text up to a stop string; without one, all but its last `held_back` characters."""
         places = [place for stop in self.stops if (place := self.pending.find(stop)) >= 0]
         self.stopped = bool(places)
-        end = min(places) if places else len(self.pending) - held_back
-        text, rest = self.pending[:end], self.pending[end:]
-        self.cut, self.pending = (len(rest), "") if places else (0, rest)
+        cut = min(places) if places else len(self.pending) - held_back
+        text, self.pending = self.pending[:cut], self.pending[cut:]
         return text
 
 
@@ -450,8 +444,7 @@ def read_piece(text: TokenText, piece: Piece | Completion) -> Part:
             break
     if piece.finish_reason is not None:
         part.text += text.finish()
-    if text.stopped or piece.finish_reason is not None:
-        part.answer = Answer(text.ids, text.tokenizer, piece.finish_reason == "stop" and not text.stopped, text.cut)
-    if text.stopped:
-        part.finish_reason = "stop"
+    part.finish_reason = "stop" if text.stopped else part.finish_reason
+    if part.finish_reason is not None:
+        part.answer = Answer(text.ids, text.tokenizer, piece.finish_reason == "stop", cut=len(text.pending))
     return part

@@ -1,6 +1,8 @@
 """Calls of tools in each format are found, or explained to the policy."""
 
 import json
+import pickle
+from copy import deepcopy
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from configs.extras import present
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.protocol import DataProto
-from data.tool_parsers import FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
+from data.tool_parsers import Answer, FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
 from data.types import SamplingParams
 from extras.tools.tests.test_tools import BOTH
 from extras.tools.toolbox import checked_arguments
@@ -225,6 +227,19 @@ class OfIds(ToolParser):
 TOOL_TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 HARMONY_MARKS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>"]
 ADD = '{"name": "add", "arguments": {"a": 3}}'
+
+
+def test_a_parser_in_verls_form_gets_the_ids_themselves_and_a_copy_of_an_answer_is_its_text():
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["[CALL]"], special_tokens=True)
+    spelt = [*map(tokenizer.convert_tokens_to_ids, "[CALL]7"), tokenizer.eos_token_id]  # no mark, but its characters
+    answer = Answer(spelt, tokenizer, stopped=True)
+    assert parse_answer(OfIds(tokenizer), answer, {}) == ParsedAnswer("[CALL]7")
+    called = Answer(tokenizer.encode('[CALL]{"a": 1}<|end|>'), tokenizer, stopped=True)
+    assert parse_answer(OfIds(tokenizer), called, {}) == ParsedAnswer("", [ToolCall("add", {"a": 1})])
+    assert pickle.loads(pickle.dumps(answer)) == "[CALL]7" and type(deepcopy(answer)) is str
+
+
 SPECIALS = {  # format: (special tokens, an answer)
     "gpt-oss": (HARMONY_MARKS, THOUGHT + HARMONY.replace("weather", "add").replace('"city": "Rome"', '"a": 3')),
     "llama3": (["<|python_tag|>"], f'So: <|python_tag|>{ADD.replace("arguments", "parameters")}'),
