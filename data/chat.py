@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
 from data.pretrained import template_terminator
-from data.tool_parsers import ToolParser
+from data.tool_parsers import Answer, ToolParser
 from data.types import Message
 
 Prompt = str | list[Message]
@@ -301,9 +301,9 @@ class ChatFormat:
         """Returns the token ids of a prompt, up to where the answer starts."""
         return encode_prompt(messages, self.tokenizer, **self.template_kwargs)
 
-    def text(self, token_ids: list[int]) -> str:
-        """Returns an answer as text, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def text(self, token_ids: list[int], stopped: bool = False) -> Answer:
+        """Returns an answer as text, without special tokens; `stopped`: whether it ended by a stop id."""
+        return Answer(token_ids, self.tokenizer, stopped)
 
     def increment(self, messages: list[Message], stopped: bool) -> list[int]:
         """Encodes what follows an answer: the end of its turn, `messages`, and the start of the next answer.

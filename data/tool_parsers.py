@@ -1,6 +1,7 @@
-"""Finds and reads calls of tools in an answer's text, and explains malformed ones to the policy.
+"""Finds and reads calls of tools in an answer, and explains malformed ones to the policy.
 
-A parser never raises, whatever the text is. `ToolParser.get_tool_parser(name)` finds one;
+`parse_answer` reads what was sampled, special tokens included, by a parser, which never raises, whatever the text is.
+`ToolParser.get_tool_parser(name)` finds one;
 `@ToolParser.register("mine")` above a subclass adds one of yours (actor_rollout_ref.model.external_lib names its file).
 """
 
@@ -9,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -17,6 +18,10 @@ from configs.errors import did_you_mean
 from configs.extras import find, present
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the schemas of the tools that there are, by name
+THOUGHT_TAG = re.compile(r"</?think>")
+MARKED = "thought-0417"  # stands for such a tag while it is looked for in arguments
+JSON = json.JSONDecoder(strict=False)  # models write line feeds into texts
+SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,36 @@ class ParsedAnswer:
     errors: list[str] = field(default_factory=list)
 
 
+class Answer(str):
+    """An answer as text without special tokens, which knows the tokens that were sampled.
+
+    `stopped`: whether the last of them ended it. `cut`: how many of its last characters, from a stop string on, are not
+    part of it.
+    """
+
+    def __new__(cls, token_ids: list[int], tokenizer: Any, stopped: bool, cut: int = 0) -> "Answer":
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        answer = super().__new__(cls, text[: len(text) - cut])
+        answer.token_ids, answer.tokenizer, answer.stopped, answer.cut = token_ids, tokenizer, stopped, cut
+        return answer
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy is the text alone
+        return str, (str(self),)
+
+    @property
+    def ending(self) -> str:
+        """Returns the special token that ended the answer, or ""."""
+        last = self.token_ids[-1:]
+        is_text = not self.stopped or self.tokenizer.decode(last, skip_special_tokens=True)
+        return "" if is_text else self.tokenizer.decode(last)
+
+    @property
+    def sampled(self) -> str:
+        """Returns the text with its special tokens, but for the `ending`."""
+        text = self.tokenizer.decode(self.token_ids).removesuffix(self.ending)
+        return text[: len(text) - self.cut]
+
+
 @dataclass(frozen=True)
 class FunctionCall:
     """A call as parsers in verl's form find it; `arguments` is JSON."""
@@ -48,9 +83,11 @@ class ToolParser:
 
     Attributes:
         tokenizer: the policy's, where there is one.
+        marks_text: whether the format has marks for text and thoughts, too, which are not shown.
     """
 
     registry: ClassVar[dict[str, type["ToolParser"]]] = {}
+    marks_text: ClassVar[bool] = False
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
@@ -77,8 +114,13 @@ class ToolParser:
         return parser(tokenizer) if "tokenizer" in signature(parser).parameters else parser()
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        """Reads an answer. Calls of tools that do not exist, or with wrong arguments, are calls nevertheless."""
-        ids = self.tokenizer.encode(answer, add_special_tokens=False)
+        """Reads an answer's text, which has the special tokens in it, but for the one that ended it, and no thoughts.
+
+        Calls of tools that do not exist, or with wrong arguments, are calls nevertheless.
+        """
+        ids = (
+            answer.token_ids if isinstance(answer, Answer) else self.tokenizer.encode(answer, add_special_tokens=False)
+        )
         tools = [[*schemas.values()]] if "tools" in signature(self.extract_tool_calls).parameters else []
         with ThreadPoolExecutor(1) as thread:  # a loop may run in this thread already
             text, calls = thread.submit(asyncio.run, self.extract_tool_calls(ids, *tools)).result()
@@ -89,7 +131,8 @@ class ToolParser:
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
         """Reads an answer's tokens, for an agent loop in verl's form: the text around the calls, and the calls."""
-        parsed = self.parse(self.tokenizer.decode(responses_ids), {})
+        schemas = {tool["function"]["name"]: tool for tool in tools or () if isinstance(tool, Mapping)}
+        parsed = parse_answer(self, Answer(responses_ids, self.tokenizer, stopped=True), schemas)
         return parsed.text, [FunctionCall(call.name, json.dumps(call.arguments)) for call in parsed.calls]
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -104,20 +147,46 @@ class ToolParser:
         return ""
 
 
+def parse_answer(parser: ToolParser, answer: str, schemas: Schemas) -> ParsedAnswer:
+    """Reads an answer as it was sampled. What it thinks is text, in which calls are plans; its prompt may have begun a
+    thought, and a tag in an argument neither begins nor ends one."""
+    sampled = answer.sampled if isinstance(answer, Answer) else answer
+    thoughts, rest, end = "", sampled, 0
+    while tag := THOUGHT_TAG.search(rest, end):
+        before, behind, end = rest[: tag.start()], rest[tag.end() :], tag.end()
+        calls = parser.parse(before + MARKED + behind, schemas).calls if before.strip() else ()
+        if any(MARKED in repr(call.arguments) for call in calls):
+            continue
+        if tag[0] == "<think>":
+            thought, close, behind = behind.partition("</think>")
+            thoughts, rest, end = thoughts + tag[0] + thought + close, before + behind, len(before)
+        elif not thoughts:
+            thoughts, rest, end = before + tag[0], behind, 0
+    reads_ids = isinstance(answer, Answer) and type(parser).parse is ToolParser.parse  # verl's form
+    if reads_ids:
+        rest = answer if rest == sampled and not answer.cut else rest + answer.ending
+    parsed = parser.parse(rest, schemas)
+    text = parsed.text.removesuffix(answer.ending) if reads_ids else parsed.text
+    return replace(parsed, text="\n\n".join(filter(None, (thoughts, text))))
+
+
 @ToolParser.register("hermes")
 class HermesParser(ToolParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen write calls; any number of them."""
 
-    BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+    CALL, END = re.compile("<tool_call>"), re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        parsed = ParsedAnswer(self.BLOCK.sub("", answer).strip())
-        for content, end in self.BLOCK.findall(answer):
-            if end:
-                add_json_call(parsed, content, "arguments")
+        text, parsed, end = "", ParsedAnswer(""), 0
+        while call := self.CALL.search(answer, end):
+            text += answer[end : call.start()]
+            last = self.END.search(answer, end_of_json(answer, call.end()))  # a tag within the JSON ends nothing
+            if last[0]:
+                add_json_call(parsed, answer[call.end() : last.start()], "arguments")
             else:
                 parsed.errors.append("a call is not closed: </tool_call> is missing")
-        return parsed
+            end = last.end()
+        return replace(parsed, text=(text + answer[end:]).strip())
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         content = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
@@ -138,13 +207,19 @@ def add_json_call(parsed: ParsedAnswer, content: str, key: str) -> None:
     if call is None:
         parsed.errors.append(f'a call is not valid JSON: write {{"name": …, "{key}": {{…}}}}')
         return
-    name, arguments = (call.get("name"), call.get(key, {})) if isinstance(call, dict) else (None, {})
-    if isinstance(arguments, str):  # some models write the arguments as JSON in a text
-        arguments = read_json(arguments)
+    name, arguments = (call.get("name"), call.get(key)) if isinstance(call, dict) else (None, None)
+    arguments = read_arguments(arguments)
     if isinstance(name, str) and isinstance(arguments, dict):
         parsed.calls.append(ToolCall(name, arguments))
     else:
         parsed.errors.append(f'a call needs a "name", a text, and "{key}", an object')
+
+
+def read_arguments(arguments: Any) -> Any:
+    """Reads the arguments of a call, which some models write as JSON in a text; null and "" are none."""
+    if isinstance(arguments, str):
+        return {} if arguments.strip() in ("", "null") else read_json(arguments)
+    return {} if arguments is None else arguments
 
 
 def json_lines(schemas: Sequence[Mapping[str, Any]]) -> str:
@@ -154,6 +229,14 @@ def json_lines(schemas: Sequence[Mapping[str, Any]]) -> str:
 def read_json(text: str) -> Any:
     """Reads `text` as JSON; None if it is none, or null."""
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
+
+
+def end_of_json(text: str, start: int = 0) -> int:
+    """Finds where the JSON that begins at `start` ends: there, if none does."""
+    try:
+        return JSON.raw_decode(text, SPACE.match(text, start).end())[1]
+    except (ValueError, RecursionError):
+        return start

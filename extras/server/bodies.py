@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import clean_message, encode_prompt, render
-from data.tool_parsers import ParsedAnswer, ToolParser
+from data.tool_parsers import Answer, ParsedAnswer, ToolParser, parse_answer
 from data.types import Completion, SamplingParams
 from extras.server.streaming import Piece
 from workers.rollout import COLDEST
@@ -227,10 +227,12 @@ class Part:
     finish_reason: str | None = None
     scored: list[ScoredToken] | None = None
     stop_reason: str | None = None  # the stop string that ended it
+    answer: Answer | None = None  # the whole, known at its end
 
     def __add__(self, other: "Part") -> "Part":
         token_ids, log_probs = self.token_ids + other.token_ids, self.log_probs + other.log_probs
-        return Part(self.text + other.text, token_ids, log_probs, other.finish_reason, None, other.stop_reason)
+        text, reason = self.text + other.text, other.finish_reason
+        return Part(text, token_ids, log_probs, reason, stop_reason=other.stop_reason, answer=other.answer)
 
 
 class ResponseBuilder:
@@ -281,9 +283,8 @@ class ResponseBuilder:
         choice |= {"stop_reason": part.stop_reason} if part.stop_reason else {}  # as vLLM's server has it
         if self.is_chat:
             role = {"role": "assistant"} if place == "message" else {}
-            choice[place] = {**role, "content": part.text}
-            if calls := self.calls(part):
-                choice |= {"finish_reason": "tool_calls", place: {**role, **calls}}
+            choice[place] = {**role, "content": part.text, **self.calls(part)}
+            choice |= {"finish_reason": "tool_calls"} if "tool_calls" in choice[place] else {}
         else:
             choice["text"] = part.text
         if self.body.wants_log_probs:
@@ -303,15 +304,16 @@ class ResponseBuilder:
         }
 
     def calls(self, part: Part) -> Json:
-        """Returns the content and the calls of an answer; {}: it calls no tool."""
+        """Returns the content and the calls of an answer that calls tools; {}: its text is the content."""
         schemas = {tool["function"]["name"]: tool for tool in self.body.schemas}
-        parsed = self.parser.parse(part.text, schemas) if schemas else ParsedAnswer(part.text)
+        parsed = parse_answer(self.parser, part.answer or part.text, schemas) if schemas else ParsedAnswer(part.text)
         calls = [
             {"index": index, "id": f"call_{uuid4().hex}", "type": "function"}
             | {"function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
             for index, call in enumerate(parsed.calls[: 1 if self.body.parallel_tool_calls is False else None])
         ]
-        return {"content": parsed.text or None, "tool_calls": calls} if calls else {}
+        content = {"content": parsed.text} if self.parser.marks_text else {}
+        return {"content": parsed.text or None, "tool_calls": calls} if calls else content
 
     def chat_log_probs(self, part: Part) -> Json:
         entries = []
@@ -416,7 +418,7 @@ class TokenText:
         """Returns the pending text up to a stop string; without one, all but its last `held_back` characters."""
         places = [(place, stop) for stop in self.stops if (place := self.pending.find(stop)) >= 0]
         cut, self.stopped = min(places) if places else (len(self.pending) - held_back, "")
-        text, self.pending = self.pending[:cut], "" if places else self.pending[cut:]
+        text, self.pending = self.pending[:cut], self.pending[cut:]
         return text
 
 
@@ -436,4 +438,6 @@ def read_piece(text: TokenText, piece: Piece | Completion) -> Part:
         part.text += text.finish()
     if text.stopped:
         part.finish_reason, part.stop_reason = "stop", text.stopped
+    if part.finish_reason is not None:
+        part.answer = Answer(text.ids, text.tokenizer, piece.finish_reason == "stop", cut=len(text.pending))
     return part

@@ -3,9 +3,21 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from data.tool_parsers import ParsedAnswer, Schemas, ToolCall, ToolParser, add_json_call, json_lines, read_json
+from data.tool_parsers import (
+    ParsedAnswer,
+    Schemas,
+    ToolCall,
+    ToolParser,
+    add_json_call,
+    end_of_json,
+    json_lines,
+    read_arguments,
+    read_json,
+)
+from extras.tools.tool_classes import as_one_of, types_of
 
 
 class Llama3Parser(ToolParser):
@@ -19,8 +31,9 @@ class Llama3Parser(ToolParser):
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
         text, tag, content = answer.partition(self.TAG)
-        if not tag:
-            text, content = "", answer
+        begun = answer.lstrip().startswith("{") and '"name"' in answer[: end_of_json(answer)]
+        if begun or not tag:  # a tag behind the beginning of a call is one within an argument
+            text, tag, content = "", "", answer
         content = content.strip()
         if not tag and not (content.startswith("{") and '"name"' in content):
             return ParsedAnswer(answer.strip())
@@ -42,15 +55,11 @@ class Llama3Parser(ToolParser):
 
 def json_objects(text: str) -> list[str]:
     """The JSON objects of `text`, one after another; what is none ends the list, as its last part."""
-    parts, place = [], 0
-    decoder = json.JSONDecoder()
-    while rest := text[place:].lstrip("; \n\t\r,"):
-        try:
-            _, length = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return [*parts, rest]
+    parts, start = [], 0
+    while rest := text[start:].lstrip("; \n\t\r,"):
+        length = end_of_json(rest) or len(rest)
         parts.append(rest[:length])
-        place = len(text) - len(rest) + length
+        start = len(text) - len(rest) + length
     return parts or [""]
 
 
@@ -77,81 +86,106 @@ class PlainParser(ToolParser):
         return ParsedAnswer("\n".join(text).strip(), parsed.calls, parsed.errors)
 
     def _add(self, parsed: ParsedAnswer, name: str, content: str, schemas: Schemas) -> None:
-        names = [*schemas[name]["function"]["parameters"]["properties"]] if name in schemas else []
+        names = [*properties_of(schemas, name)]
         value = read_json(content)
         values = read_json(f"[{content}]")
         if isinstance(value, dict) and names and value.keys() <= set(names):
             parsed.calls.append(ToolCall(name, value))
         elif len(names) < 2:  # none: the tool is unknown, or takes nothing
-            parsed.calls.append(ToolCall(name, {names[0]: content} if names else {}))
+            parsed.calls.append(typed_call(name, {names[0]: content} if names else {}, schemas))
         elif isinstance(values, list) and len(values) <= len(names):
             parsed.calls.append(ToolCall(name, dict(zip(names, values, strict=False))))
         else:
             parsed.errors.append(f"write the call as {name}({', '.join(names)}), at most one JSON value for each")
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        values = list(arguments.values())
-        if len(values) == 1:
-            return f"{name}({values[0]})"
-        return f"{name}({json.dumps(arguments, ensure_ascii=False) if values else ''})"
+        text = "".join(map(as_text, arguments.values()))
+        if len(arguments) > 1 or "\n" in text or isinstance(read_json(text), dict):  # no text alone can be these
+            text = json.dumps(arguments, ensure_ascii=False)
+        return f"{name}({text})"
 
 
-class Qwen3CoderParser(ToolParser):
+class TagParser(ToolParser):
+    """A format that writes each argument as a text between tags: the tool's schema says what is read from it.
+
+    The tag that ends a value closes none that the value has opened, and behind it comes another argument, or the end of
+    the call. `write` gives a value with such tags as JSON without a <.
+    """
+
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        text, parsed, end = "", ParsedAnswer(""), 0
+        while call := self.CALL.search(answer, end):
+            text, name, end, arguments = text + answer[end : call.start()], call[1].strip(), call.end(), {}
+            while (begin := self.ARGUMENT.match(answer, end)) and (last := self._end_of_value(answer, begin.end())):
+                arguments[begin[1].strip()] = read_escaped(answer[begin.end() : last.start()])
+                end = last.end()
+            last = self.CALL_END.search(answer, end)
+            if last[0] and name and last.start() == end:
+                parsed.calls.append(typed_call(name, arguments, schemas))
+            else:
+                unclosed = f"the call of {name or '?'} is not closed: {self.CLOSING} is missing"
+                parsed.errors.append(self.LAYOUT.format(name) if last[0] else unclosed)
+            end = last.end()
+        return replace(parsed, text=(text + answer[end:]).strip())
+
+    def _end_of_value(self, answer: str, start: int) -> re.Match[str] | None:
+        depth, first = 1, None
+        for tag in self.VALUE_TAG.finditer(answer, start):
+            depth += 1 if tag[1] else -1
+            if not tag[1] and (self.ARGUMENT.match(answer, tag.end()) or self.CALL_END.match(answer, tag.end())):
+                if depth == 0:
+                    return tag
+                first = first or tag
+            depth = max(depth, 1)
+        is_cut = first and self.CALL.search(answer, start, first.start())  # what follows is another call's
+        return None if is_cut else first
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        texts = {key: as_text(value) for key, value in arguments.items()}
+        for key, text in texts.items():
+            if self.VALUE_TAG.search(text) or read_escaped(text) != text:
+                texts[key] = json.dumps(arguments[key], ensure_ascii=False).replace("<", r"\u003c")
+        return self.CALL_TEXT.format(name, "".join(map(self.ARGUMENT_TEXT.format, texts, texts.values())))
+
+
+def read_escaped(text: str) -> str:
+    """Returns what a text stands for, if `TagParser.write` has written it as JSON."""
+    value = read_json(text) if r"\u003c" in text else text
+    return value if isinstance(value, str) else text
+
+
+class Qwen3CoderParser(TagParser):
     """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, as Qwen3-Coder writes calls.
 
     Any number of them, also without <tool_call>. A value is the text between its tags, less a line break at each end.
     """
 
-    BLOCK = re.compile(r"(?:<tool_call>\s*)?<function=(.*?)>(.*?)(</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL)
-    PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    CALL = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>")
+    ARGUMENT = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+    VALUE_TAG = re.compile(r"(<parameter=[^>\n]+>)|\n?</parameter>")
+    CALL_END = re.compile(r"\s*</function>(?:\s*</tool_call>)?|(?=(?:<tool_call>\s*)?<function=)|\Z")
+    CALL_TEXT = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+    ARGUMENT_TEXT = "<parameter={}>\n{}\n</parameter>\n"
+    CLOSING, LAYOUT = "</function>", "write each argument of {} as <parameter=NAME>value</parameter>"
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        parsed = ParsedAnswer(self.BLOCK.sub("", answer).strip())
-        for name, content, end in self.BLOCK.findall(answer):
-            rest = self.PARAMETER.sub("", content).strip()
-            if not end:
-                parsed.errors.append(f"the call of {name.strip()} is not closed: </function> is missing")
-            elif rest:
-                parsed.errors.append(f"write each argument of {name.strip()} as <parameter=NAME>value</parameter>")
-            else:
-                parsed.calls.append(ToolCall(name.strip(), dict(self.PARAMETER.findall(content))))
+        parsed = super().parse(answer, schemas)
         if "<tool_call>" in parsed.text:
             parsed.errors.append("a call is <tool_call><function=NAME>…</function></tool_call>")
         return parsed
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        parameters = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
-        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
-
-class GLMParser(ToolParser):
+class GLMParser(TagParser):
     """`<tool_call>NAME`, then `<arg_key>KEY</arg_key><arg_value>value</arg_value>` for each argument, `</tool_call>`,
     as GLM-4.5 writes calls; any number of them."""
 
-    BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-    ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>\n?(.*?)\n?</arg_value>", re.DOTALL)
-
-    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        parsed = ParsedAnswer(self.BLOCK.sub("", answer).strip())
-        for content, end in self.BLOCK.findall(answer):
-            name = self.ARGUMENT.sub("", content).strip()
-            if not end:
-                parsed.errors.append("a call is not closed: </tool_call> is missing")
-            elif re.fullmatch(r"[\w.-]+", name):
-                arguments = {key.strip(): value for key, value in self.ARGUMENT.findall(content)}
-                parsed.calls.append(ToolCall(name, arguments))
-            else:
-                parsed.errors.append(
-                    "a call is the function's name, and <arg_key>NAME</arg_key><arg_value>value</arg_value> for each "
-                    "argument"
-                )
-        return parsed
-
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        lines = (
-            f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n" for key, value in arguments.items()
-        )
-        return f"<tool_call>{name}\n{''.join(lines)}</tool_call>"
+    CALL = re.compile(r"<tool_call>\s*([\w.-]*)")
+    ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+    VALUE_TAG = re.compile(r"(<arg_value>)|</arg_value>")
+    CALL_END = re.compile(r"\s*</tool_call>|(?=<tool_call>)|\Z")
+    CALL_TEXT, ARGUMENT_TEXT = "<tool_call>{}\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+    CLOSING = "</tool_call>"
+    LAYOUT = "a call is the function's name, and <arg_key>NAME</arg_key><arg_value>value</arg_value> for each argument"
 
 
 class HarmonyParser(ToolParser):
@@ -161,20 +195,24 @@ class HarmonyParser(ToolParser):
     is addressed to a function.
     """
 
-    MESSAGE = re.compile(
-        r"(.*?)<\|message\|>(.*?)(<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL
-    )
+    HEADER = re.compile(r"(.*?)<\|message\|>", re.DOTALL)
+    END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z")
     RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+    marks_text = True
 
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        text, parsed = [], ParsedAnswer("")
-        for header, content, _ in self.MESSAGE.findall(answer):
-            text.append(self._before_marks(header))
-            if recipient := self.RECIPIENT.search(header):
+        text, parsed, end = [], ParsedAnswer(""), 0
+        while header := self.HEADER.match(answer, end):
+            text.append(self._before_marks(header[1]))
+            recipient = self.RECIPIENT.search(header[1])
+            start = end_of_json(answer, header.end()) if recipient else header.end()  # a mark within it ends nothing
+            last = self.END.search(answer, start)
+            content, end = answer[header.end() : last.start()], last.end()
+            if recipient:
                 self._add(parsed, recipient[1], content)
-            elif "<|channel|>analysis" not in header:
+            elif "<|channel|>analysis" not in header[1]:
                 text.append(content.strip())
-        rest = self.MESSAGE.sub("", answer)
+        rest = answer[end:]
         if recipient := self.RECIPIENT.search(rest.partition("<|")[2]):
             parsed.errors.append(f"the call of {recipient[1]} is cut: <|message|> and its arguments are missing")
         text.append(self._before_marks(rest))
@@ -186,7 +224,7 @@ class HarmonyParser(ToolParser):
         return "" if before == "assistant" or self.RECIPIENT.match(before) else before
 
     def _add(self, parsed: ParsedAnswer, recipient: str, content: str) -> None:
-        name, arguments = recipient.removeprefix("functions."), read_json(content)
+        name, arguments = recipient.removeprefix("functions."), read_arguments(content)
         if name == recipient:
             parsed.errors.append(f"there is no {recipient}: a call is addressed to=functions.NAME")
         elif isinstance(arguments, dict):
@@ -197,6 +235,28 @@ class HarmonyParser(ToolParser):
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         content = json.dumps(arguments, ensure_ascii=False)
         return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{content}<|call|>"
+
+
+def properties_of(schemas: Schemas, name: str) -> Mapping[str, Any]:
+    """Returns the parameters of a tool as its schema describes them; {} if it describes none."""
+    match schemas.get(name):
+        case {"function": {"parameters": {"properties": Mapping() as properties}}}:
+            return properties
+    return {}
+
+
+def typed_call(name: str, texts: Mapping[str, str], schemas: Schemas) -> ToolCall:
+    """Returns a call with arguments that are read from texts as the tool's schema says, if they fit."""
+    properties = properties_of(schemas, name)
+    return ToolCall(name, {key: read_argument(text, properties.get(key)) for key, text in texts.items()})
+
+
+def read_argument(text: str, property_schema: Any) -> Any:
+    kinds = types_of(property_schema) if isinstance(property_schema, Mapping) else []
+    if "null" in kinds and text in ("null", "None"):
+        return None
+    result = as_one_of(text, [kind for kind in kinds if isinstance(kind, str)])
+    return text if result is None else result
 
 
 def as_text(value: Any) -> str:

@@ -7,12 +7,14 @@ and the docstring of a function. data/tool_parsers.py reads calls of the policy'
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import uuid4
+
+from data.tool_parsers import read_json
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 
@@ -216,8 +218,31 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
 
 def types_of(property_schema: Mapping[str, Any]) -> list[str]:
     """Lists the JSON types that a property may have; []: any."""
+    if isinstance(alternatives := property_schema.get("anyOf"), list):  # as pydantic writes `int | None`
+        kinds = [types_of(each) if isinstance(each, Mapping) else [] for each in alternatives]
+        return [kind for each in kinds for kind in each] if all(kinds) else []
     kinds = property_schema.get("type") or []
-    return kinds if isinstance(kinds, list) else [kinds]
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return [*kinds, "null"] if kinds and property_schema.get("nullable") else kinds
+
+
+def as_one_of(value: Any, kinds: Sequence[str]) -> Any:
+    """Returns `value` as the first of these JSON types that it can be, its own before others; None: it can be none."""
+    kinds = sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ())))
+    return next((typed for kind in kinds if (typed := as_type(value, kind)) is not None), None)
+
+
+def as_type(value: Any, kind: str) -> Any:
+    """Returns `value` as one of a JSON type, read from a text or written as one if need be; None: it cannot be."""
+    if isinstance(value, str) and kind not in ("string", "null"):
+        read = read_json(value.lower() if kind == "boolean" else value)  # templates write Python's True
+        value = read if isinstance(read, JSON_TYPES.get(kind, ())) else value
+    elif kind == "string" and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    fits = isinstance(value, JSON_TYPES.get(kind, ())) and (kind == "boolean" or not isinstance(value, bool))
+    return value if fits else None
 
 
 def function_schema(function: Callable, name: str | None = None) -> dict[str, Any]:

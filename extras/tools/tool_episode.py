@@ -56,7 +56,7 @@ class ToolEpisode(Episode):
 
     async def step(self, answer: str) -> Reply:
         self.data.assistant_turns += 1
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages.append({"role": "assistant", "content": str(answer)})
         parsed = self.toolbox.parse(answer)
         if parsed.calls or parsed.errors:
             if self.at_limit:

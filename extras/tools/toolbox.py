@@ -1,7 +1,6 @@
 """Runs the calls of an episode: their arguments are held against the schemas, and what comes back is text."""
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +10,10 @@ from uuid import uuid4
 from configs.errors import notice_once, printable, users_line
 from configs.import_utils import accepts
 from configs.schema import MultiTurnConfig
-from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, read_json
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, parse_answer
 from data.types import Reply, check_text
-from extras.tools.tool_classes import JSON_TYPES, BaseTool, ToolResponse, as_response, as_reward, types_of
+from extras.tools.tool_classes import BaseTool, ToolResponse, as_one_of, as_response, as_reward, types_of
 from workers.agents.user_code import Overdue, in_users_loop, slots
-
-THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)  # a prompt may begin one
 
 
 @dataclass(eq=False)
@@ -79,7 +76,7 @@ class Toolbox:
         self.creating = asyncio.Lock()
 
     def parse(self, answer: str) -> ParsedAnswer:
-        return self.parser.parse(THOUGHTS.sub("", answer), self.schemas)  # calls in thoughts are plans, and are not run
+        return parse_answer(self.parser, answer, self.schemas)
 
     async def respond(self, parsed: ParsedAnswer) -> Reply:
         """Runs the calls of an answer, the first max_parallel_calls of them side by side.
@@ -193,25 +190,10 @@ def checked_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -
 
 def _as_typed(name: str, value: Any, property_schema: Mapping[str, Any]) -> Any:
     kinds = types_of(property_schema)
-    if not kinds or (value is None and (property_schema.get("nullable") or "null" in kinds)):
+    if not kinds or (value is None and "null" in kinds):
         return value
-    kinds = sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ())))  # its own type comes first
-    result = next((typed for kind in kinds if (typed := as_type(value, kind)) is not None), None)
-    if result is None:
+    if (result := as_one_of(value, kinds)) is None:
         raise ValueError(f"the argument {name!r} must be of type {' or '.join(kinds)}")
     if "enum" in property_schema and result not in property_schema["enum"]:
         raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, property_schema['enum']))}")
     return result
-
-
-def as_type(value: Any, kind: str) -> Any:
-    """Returns `value` as one of a JSON type, read from a text or written as one if need be; None: it cannot be."""
-    if isinstance(value, str) and kind not in ("string", "null"):
-        read = read_json(value)
-        value = read if isinstance(read, JSON_TYPES[kind]) else value
-    elif kind == "string" and isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if kind == "integer" and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    fits = isinstance(value, JSON_TYPES.get(kind, ())) and (kind == "boolean" or not isinstance(value, bool))
-    return value if fits else None

@@ -86,7 +86,8 @@ class Episode(ABC):
 
     @abstractmethod
     async def step(self, answer: str) -> Reply:
-        """Replies to an answer, a text without special tokens. May raise: the user's code is behind it."""
+        """Replies to an answer, a text without special tokens (`Answer`, in data/tool_parsers.py, knows its tokens).
+        May raise: the user's code is behind it."""
 
     async def finish(self) -> Reply:
         """Returns what the whole episode earns at its end, however it ended. May raise, as `step`."""
@@ -117,7 +118,8 @@ class Episode(ABC):
                 if done.finish_reason == "aborted" or not done.token_ids:  # no token, nothing that could earn a reward
                     outcome = "aborted" if done.finish_reason == "aborted" else "answered without a token"
                     raise EpisodeFailed("aborted", f"the engine {outcome} the request of turn {turn}")
-                reply = await or_episode_error(self.step(chat.text(done.token_ids)))
+                answer = chat.text(done.token_ids, done.finish_reason == "stop")
+                reply = await or_episode_error(self.step(answer))
                 sample.rewards[-1] += reply.reward
                 columns |= reply.columns
                 end_reason = reply.end_reason

@@ -26,15 +26,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from configs.extras import present
 from configs.loader import Arguments, load_config, yaml_folder
 from configs.schema import ModelConfig, RolloutConfig
+from custom.tiny_model import build_tokenizer
+from data.tool_parsers import ToolParser
 from data.types import Completion, Request, SamplingParams
 from extras.openai.settings import OpenAISettings
 from extras.openai.weight_transfer import BACKEND, weight_transfer
 from extras.server import anthropic_messages, responses
 from extras.server.__main__ import main, server_environment, vllm_command
 from extras.server.app import Served
-from extras.server.bodies import TokenText, count_held_back, with_text
+from extras.server.bodies import ChatBody, ResponseBuilder, TokenText, count_held_back, read_piece, with_text
 from extras.server.settings import ServerConfig
 from extras.server.streaming import StreamingEngine
 from extras.server.tests.fixtures import compose, serving
@@ -474,6 +477,50 @@ def test_an_answer_in_another_api_is_the_chats_when_it_comes_back(text, calls, d
     assert other[-2]["delta"]["stop_reason"] == reply["stop_reason"] and other[-2]["usage"] == reply["usage"]
     starts = [event["content_block"] for event in other if event["type"] == "content_block_start"]
     assert [block["type"] for block in starts] == [block["type"] for block in reply["content"]]
+
+
+# Calls
+
+
+ADD = '<tool_call>{"name": "f", "arguments": {"a": "3"}}</tool_call>'
+XML = "<tool_call><function=f>\n<parameter=a>\n3\n</parameter>\n</function></tool_call>"
+HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>"
+TO_F = 'commentary to=functions.f <|constrain|>json<|message|>{"a": 3}<|call|>'
+READ = [  # format, what was sampled, the content, the argument of the call or None
+    ("hermes", f"<think>I could {ADD} but no.</think>It is 2.<|end|>", None, None),
+    ("hermes", f"<think>So: {ADD}</think>\n\nNow:{ADD}<|end|>", f"<think>So: {ADD}</think>\n\nNow:", "3"),
+    ("hermes", f"It is {ADD}STOP", "It is", "3"),
+    ("hermes", "It is STOP", "It is ", None),
+    ("llama3", 'So: <|python_tag|>{"name": "f", "parameters": {"a": 3}}<|end|>', "So:", 3),
+    ("qwen3_coder", f"{XML}<|end|>", None, 3),
+    ("gpt-oss", HARMONY + TO_F, None, 3),
+    ("gpt-oss", f"{HARMONY}final<|message|>Hot.<|return|>", "Hot.", None),
+    ("gpt-oss", "Hot", "Hot", None),
+]
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"a": {"type": "integer"}}}, {"type": "object"}, None])
+@pytest.mark.parametrize(
+    ("form", "said", "content", "argument"), [row for row in READ if row[0] in ("hermes", *present("format"))]
+)
+def test_calls_are_read_of_the_tokens_that_were_sampled(form, said, content, argument, schema):
+    """Marks are special tokens, which the content has not; calls in thoughts are none; the schema types texts."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(
+        [*re.findall(r"<\|\w+\|>", HARMONY + TO_F), "<|return|>", "<|python_tag|>"], special_tokens=True
+    )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body, ids = ChatBody(model="m", messages=CHAT, tools=tools, stop=["STOP"]), tokenizer.encode(said)
+    reason = "stop" if said.endswith("|>") else "length"
+    part = read_piece(TokenText(tokenizer, body.stops), Completion(0, ids, [-1.0] * len(ids), reason, 0))
+    parser = ToolParser.get_tool_parser(form, tokenizer)
+    [choice] = ResponseBuilder(body, [[1]], tokenizer.decode, parser).whole([part])["choices"]
+    message, reason = choice["message"], choice["finish_reason"]
+    assert message["content"] == (said.removesuffix("<|end|>") if (content, argument) == (None, None) else content)
+    assert reason == ("length" if said == "Hot" else "tool_calls" if argument else "stop")
+    calls = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    typed = argument if (schema and "properties" in schema) or form != "qwen3_coder" else str(argument)
+    assert calls == ([{"a": typed}] if argument else [])
 
 
 def test_a_flood_is_refused_beyond_a_bound_and_what_was_admitted_is_over_with_its_request(served, address, monkeypatch):

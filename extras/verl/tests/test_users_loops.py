@@ -94,6 +94,7 @@ def look(text: str) -> str:
 @ToolParser.register("always")
 class Always(ToolParser):
     def parse(self, text: str, schemas: Any) -> ParsedAnswer:
+        text = TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=True)
         return ParsedAnswer(text, [ToolCall("look", {"text": text})], [])
 
     def write(self, call: ToolCall) -> str:
