@@ -35,7 +35,7 @@ BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode kee
 
 
 def parse_prompt(value: Any) -> Prompt:
-    """Reads a prompt column's value: a string, or chat messages, each as `clean_message` has it."""
+    """Reads a prompt column's value: a string, or chat messages, as `clean_messages` has them."""
     if isinstance(value, np.ndarray):  # pandas makes it of a list in a parquet file
         value = value.tolist()
     if isinstance(value, str):
@@ -51,32 +51,27 @@ def parse_prompt(value: Any) -> Prompt:
             case _:
                 shown = reprlib.repr(message)
                 raise ValueError(f"the prompt holds {shown}; a chat message needs a 'role' and a 'content'.")
-    return [clean_message(message) for message in value]
-
-
-def clean_message(message: Message, joins: bool = False) -> Message:
-    """Returns a message without the nulls that parquet adds, and with its calls as templates take them: beside a
-    content, with arguments as values. A content in parts is one text, where a model without images `joins` them."""
-    message = {key: item for key, item in message.items() if item is not None}
-    if isinstance(parts := message.get("content"), list):
-        parts = [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in parts]
-        message["content"] = join_texts(parts) if joins else parts
-    if message.get("tool_calls"):
-        message = {"content": ""} | message | {"tool_calls": [*map(read_call, message["tool_calls"])]}
-    return message
+    return clean_messages(value)
 
 
 def clean_messages(
-    messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase, write_call: WriteCall = None
+    messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase | None = None, write_call: WriteCall = None
 ) -> list[Message]:
-    """Returns messages as the template of this tokenizer takes them; `write_call` makes texts of their calls."""
-    joins, cleaned = vars(tokenizer).get("images") is None, []
+    """Returns messages as templates take them: without the nulls that parquet adds, contents beside calls, arguments as
+    values. Given a tokenizer without images, contents in parts are texts; `write_call` puts calls into contents."""
+    joins, cleaned = tokenizer is not None and vars(tokenizer).get("images") is None, []
     for message in messages:
-        message = clean_message(message, joins)
-        if write_call and (calls := message.pop("tool_calls", None)):
-            functions = [call.get("function", call) for call in calls]
-            texts = [message["content"], *(write_call(each["name"], each["arguments"]) for each in functions)]
-            message["content"] = "\n".join(filter(None, texts))
+        message = {key: item for key, item in message.items() if item is not None}
+        if isinstance(parts := message.get("content"), list):
+            parts = [{k: v for k, v in it.items() if v is not None} if isinstance(it, dict) else it for it in parts]
+            message["content"] = join_texts(parts) if joins else parts
+        if calls := [*map(read_call, message.pop("tool_calls", ()))]:
+            message.setdefault("content", "")
+            if write_call:
+                texts = [write_call(*map(call.get("function", call).get, ("name", "arguments"))) for call in calls]
+                message["content"] = "\n".join(filter(None, (message["content"], *texts)))
+            else:
+                message["tool_calls"] = calls
         cleaned.append(message)
     return cleaned
 
@@ -183,14 +178,13 @@ def render(
 def check_writes(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> None:
     """Raises ValueError if the chat template leaves out a text or a call of these messages; thoughts it may cut."""
     shape = json.dumps([with_marks(message, number) for number, message in enumerate(messages)], default=str)
-    mark = lost_mark(shape, json.dumps(template_kwargs, default=str), tokenizer, str(tokenizer.chat_template))
-    if mark:
-        kind, number = MARK.fullmatch(mark).groups()
-        message, name = messages[int(number)], tokenizer.name_or_path or type(tokenizer).__name__
-        role, beside = message["role"], " beside tool calls" if kind != "calls" and message.get("tool_calls") else ""
-        instead = "" if role == "assistant" else "say it as system or user, or "
+    given = json.dumps(template_kwargs, default=str), tokenizer, str(tokenizer.chat_template)
+    if mark := MARK.match(lost_mark(shape, *given)):
+        message, name = messages[int(mark[2])], tokenizer.name_or_path or type(tokenizer).__name__
+        role = f"{message['role']} with tool calls" if "tool_calls" in message else message["role"]
+        remedy = "" if message["role"] == "assistant" else "say it as system or user, or "
         raise ValueError(
-            f"the chat template of {name} leaves out the {kind} of a message of the role {role}{beside}: {instead}set "
+            f"the chat template of {name} leaves out the {mark[1]} of a message of the role {role}: {remedy}set "
             "model.custom_chat_template to one that writes it."
         )
 
@@ -202,10 +196,6 @@ def with_marks(message: Message, number: int) -> Message:
     def mark(kind: str, text: str) -> str:
         pieces = THOUGHTS.split(text) if message["role"] == "assistant" else [text]
         return "<think>\n0417\n</think>".join(kind + next(marks) if piece.strip() else piece for piece in pieces)
-
-    def mark_part(part: Any) -> Any:
-        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-        return part | {"text": mark("parts", part["text"])} if is_text else part
 
     def mark_call(call: dict[str, Any]) -> dict[str, Any]:
         function, name = call.get("function", call), "calls" + next(marks)
@@ -219,8 +209,9 @@ def with_marks(message: Message, number: int) -> Message:
     if isinstance(content := message.get("content"), str):
         marked["content"] = mark("text", content)
     elif isinstance(content, list):
-        marked["content"] = [*map(mark_part, content)]
-    if message.get("tool_calls"):
+        texts = [mark("parts", str(part["text"])) if "text" in part else None for part in content]
+        marked["content"] = [part | {"text": text} if text else part for part, text in zip(content, texts, strict=True)]
+    if "tool_calls" in message:
         marked["tool_calls"] = [*map(mark_call, message["tool_calls"])]
     return marked
 

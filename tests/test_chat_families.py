@@ -1,4 +1,4 @@
-"""What a message says is in the prompt, or the message is refused: templates laid out like those of 15 families."""
+"""Each message is written into the prompt or refused, by templates laid out like those of 15 families."""
 
 import pytest
 from jinja2 import TemplateError
@@ -232,9 +232,7 @@ def test_what_a_message_says_is_written_or_refused(family: str, case: str):
 def test_the_refusal_names_role_kind_and_remedy_in_one_line():
     chat = chat_of("Llama 3.1")
     chat.tokenizer.name_or_path = "llamas/8b"
-    with pytest.raises(
-        ValueError, match=r"of llamas/8b leaves out the text .*role assistant beside tool calls: set mod"
-    ):
+    with pytest.raises(ValueError, match=r"of llamas/8b leaves out the text .*role assistant with tool calls: set mod"):
         chat.prompt_ids(CASES["text beside calls"][0])
     chat = chat_of("Qwen3")
     with pytest.raises(

@@ -18,7 +18,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import clean_message, encode_prompt, render
+from data.chat import clean_messages, encode_prompt, render
 from data.tool_parsers import Answer, ParsedAnswer, ToolParser, parse_answer
 from data.types import Completion, SamplingParams
 from extras.server.streaming import Piece
@@ -343,13 +343,11 @@ def check_characters(body: Json) -> None:
 
 
 def with_text(message: Json, reads_images: bool = False) -> Json:
-    """Returns a message as templates take it: as `clean_message` does, and the content as `as_string` does."""
-    message = clean_message(message)
+    """Returns a message as templates take it: as `clean_messages` does, and the content as `as_string` does."""
+    [message] = clean_messages([message])
     if not all("function" in call for call in message.get("tool_calls") or ()):
         raise ValueError('tool_calls holds {"function": {"name": …, "arguments": JSON}}')
-    return (
-        message | {"content": as_string(message.get("content", ""), reads_images)} if "content" in message else message
-    )
+    return message | {name: as_string(message[name], reads_images) for name in ("content",) if name in message}
 
 
 def as_string(content: Any, reads_images: bool) -> Any:

@@ -123,7 +123,7 @@ def test_a_loop_with_a_tool_and_two_turns_makes_the_rows_of_our_own_episode(tiny
 
 
 def behind(template: str | None, end: str) -> str:
-    """What the template writes behind an answer and its end, until the next; found in the whole conversation."""
+    """Cuts from a whole conversation what the template writes behind an answer and its end, until the next."""
     tokenizer = tokenizer_with(template, end)
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "(x)"}
     ids = encode_prompt([user, answer, user | {"content": "b"}], tokenizer)
