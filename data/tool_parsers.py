@@ -18,7 +18,7 @@ from configs.errors import did_you_mean
 from configs.extras import find, present
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the schemas of the tools that there are, by name
-THOUGHT_TAG = re.compile(r"</?think>")
+THOUGHT_TAGS = re.compile("</?think>"), re.compile("<think>")  # before a thought has ended, and behind that
 MARKED = "thought-0417"  # stands for such a tag while it is looked for in arguments
 JSON = json.JSONDecoder(strict=False)  # models write line feeds into texts
 SPACE = re.compile(r"\s*")
@@ -152,7 +152,7 @@ def parse_answer(parser: ToolParser, answer: str, schemas: Schemas) -> ParsedAns
     thought, and a tag in an argument neither begins nor ends one."""
     sampled = answer.sampled if isinstance(answer, Answer) else answer
     thoughts, rest, end = "", sampled, 0
-    while tag := THOUGHT_TAG.search(rest, end):
+    while tag := THOUGHT_TAGS[bool(thoughts)].search(rest, end):
         before, behind, end = rest[: tag.start()], rest[tag.end() :], tag.end()
         calls = parser.parse(before + MARKED + behind, schemas).calls if before.strip() else ()
         if any(MARKED in repr(call.arguments) for call in calls):
@@ -160,7 +160,7 @@ def parse_answer(parser: ToolParser, answer: str, schemas: Schemas) -> ParsedAns
         if tag[0] == "<think>":
             thought, close, behind = behind.partition("</think>")
             thoughts, rest, end = thoughts + tag[0] + thought + close, before + behind, len(before)
-        elif not thoughts:
+        else:
             thoughts, rest, end = before + tag[0], behind, 0
     reads_ids = isinstance(answer, Answer) and type(parser).parse is ToolParser.parse  # verl's form
     if reads_ids:

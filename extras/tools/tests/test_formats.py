@@ -191,7 +191,7 @@ FORMATS = sorted({*ToolParser.registry, *present("format")})
 @pytest.mark.parametrize("form", FORMATS)
 @given(calls=st.lists(ARGUMENTS, min_size=1, max_size=2), thought=st.sampled_from(["", *THOUGHTS]))
 def test_any_arguments_that_a_format_writes_are_read_as_they_were(form, calls, thought):
-    """Also behind a thought, and behind another call: whatever tags a text has, it is read as that text."""
+    """Whatever tags a text has, it is read as that text, also behind a thought and behind another call."""
     kinds = [{key: TYPES.get(type(value), "null") for key, value in arguments.items()} for arguments in calls]
     schemas = {
         f"f{number}": {"function": {"parameters": {"properties": {key: {"type": kind} for key, kind in each.items()}}}}
