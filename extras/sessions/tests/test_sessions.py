@@ -360,7 +360,7 @@ def test_two_runs_are_equal_where_a_program_asks_at_once(tmp_path: Path):
             await asyncio.gather(*map(sub_agent, "st"))
             return 1
     """)  # fmt: skip
-    config = settings(agent)
+    config = settings(agent, f"{AGENT}.program_timeout=20")
 
     def rows_of(*shares: tuple[int, int]) -> list[Any]:
         result = []
