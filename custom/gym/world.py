@@ -74,6 +74,8 @@ class World:
             if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
                 raise ValueError(f"reset returned {reprlib.repr(result)}: not observation, info")
             self._observation, _ = result
+        self.check_space()
+        with self.blame():
             for action in actions:
                 self.actions.append(action)
                 self._observation, _, terminated, truncated, _ = self.env.step(self.acts.native(action))
@@ -91,11 +93,21 @@ class World:
 
     def step(self, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
         """Plays a legal action: reward, terminated, truncated, info."""
+        self.check_space()
         self.actions.append(action)
         with self.blame():
             self._observation, *result = checked_step(self.env.step(self.acts.native(action)))
         self._text = None
         return tuple(result)
+
+    def check_space(self) -> None:
+        """Raises ValueError if its actions are others than when it was made: those are what answers are read as."""
+        if self.env.action_space is not self.acts.space and self.env.action_space != self.acts.space:
+            raise ValueError(
+                f"{self.env_id}: action_space is {self.env.action_space} after reset(seed={self.seed}) and actions "
+                f"{self.actions}, and was {self.acts.space} before: keep one of all actions, and let step answer those "
+                "that are not legal."
+            )
 
     @property
     def text(self) -> str:
