@@ -109,9 +109,8 @@ def prepare(
         positions = rows_looked_at(loader)
         if isinstance(reward, ChecksRows):
             rows = {position: loader.row(position) for position in positions}
-            reward.check(
-                rows if config.reward.source() else rows_to_score(config.actor_rollout_ref.rollout.agent, rows)
-            )
+            agent = config.actor_rollout_ref.rollout.agent
+            reward.check(rows if config.reward.source() else rows_to_score(agent, rows))
         check_rows(config.actor_rollout_ref.rollout, loader, positions, plan.conversations)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)

@@ -73,8 +73,8 @@ class ToolEpisodes:
         names, form = ", ".join(self.tools), f"{KEY}.format={self.settings.format}"
         if "tool_text" in self.template_kwargs(tokenizer):
             notice(
-                f"the chat template does not show tools, so the system message of a chat describes {names} and how "
-                f"{form} calls them."
+                f"the chat template does not show tools, so the system message describes {names} and how {form} calls "
+                "them, in prompts that are chats."
             )
         elif self.tools and not shows_tools(tokenizer):
             notice(
