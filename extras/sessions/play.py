@@ -49,7 +49,7 @@ class Program(Agent):
             call = bind(self.cls, {**task, "row": task}, key=KEY)
             if asyncio.iscoroutinefunction(self.cls):
                 playing = SharedCall(self, call())
-                session.lost = playing.lost
+                session.lost = playing.lost_seconds
                 return reward_in(await asyncio.wrap_future(playing.future), session)
         elif self.settings["serves"]:
             return await self._serve(host, task, session)

@@ -122,8 +122,10 @@ async def by_deadline(
     try:
         while not (await asyncio.wait([future], timeout=left))[0]:
             lost_now = lost()
-            left, lost_before = deadline if extends() else lost_now - lost_before, lost_now
-            if left < LOOK_SECONDS:
+            left, lost_before = lost_now - lost_before, lost_now
+            if extends():
+                left = deadline
+            elif left < LOOK_SECONDS:
                 raise Overdue(f"not done after {deadline:g} seconds")
     finally:
         future.cancel()
@@ -133,7 +135,7 @@ async def by_deadline(
 class SharedLoop:
     """Runs the coroutines of users in one event loop, and looks from another thread which call holds it up.
 
-    A call that computes or waits without `await` is named once. The seconds, `held`, count as its own and no other's.
+    A call that computes or waits without `await` is named once; the seconds, `held` by all, are lost to no other call.
     """
 
     def __init__(self) -> None:
@@ -171,7 +173,7 @@ class SharedCall:
         current_call.set(self)  # of its tasks, to which the context is handed on
         self.future = asyncio.run_coroutine_threadsafe(contain(coroutine), self.shared.loop)
 
-    def lost(self) -> float:
+    def lost_seconds(self) -> float:
         """Returns the seconds for which other calls have held up the loop since this one began."""
         return self.shared.held - self.held_before - self.held
 
@@ -205,7 +207,7 @@ async def in_users_loop(
     if owner.blocks:
         return await in_thread(asyncio.run, contain(coroutine), deadline=deadline, extends=extends)
     call = SharedCall(owner, coroutine)
-    return await by_deadline(asyncio.wrap_future(call.future), deadline, extends, call.lost)
+    return await by_deadline(asyncio.wrap_future(call.future), deadline, extends, call.lost_seconds)
 
 
 async def contain(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -232,14 +232,14 @@ def test_failures_of_a_loop_are_those_of_any_episode(blocks):
     assert batch.response_mask.sum(1).tolist() == [3, 3, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("hold", ["hold()", "asyncio.gather(hold(), hold())"], ids=["itself", "its tasks"])
+@pytest.mark.parametrize("hold", ["hold(0.3)", "asyncio.gather(hold(0.15), hold(0.15))"])
 def test_a_loop_that_holds_all_up_takes_no_time_from_the_others_and_is_named_once(tmp_path, hold, monkeypatch, capsys):
-    """Of twelve with a second each, nine hold their event loop up for 1.8 or 3.6 s, and one awaits for too long."""
+    """Of twelve with a second each, nine hold their event loop up for 2.7 s, and one awaits for too long."""
     monkeypatch.setattr("workers.agents.user_code.LATE", 0.05)
     (tmp_path / "mine.py").write_text(f"""
 import asyncio, time
 from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput
-async def hold(): time.sleep(0.2)
+async def hold(seconds): time.sleep(seconds)
 class Mine(AgentLoopBase):
     async def run(self, sampling_params, raw_prompt_ids, kind, **row):
         done = await self.server_manager.generate("a", prompt_ids=raw_prompt_ids)
