@@ -153,7 +153,8 @@ class FunctionReward:
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """Returns the arguments of a call for every response, or of one for all; the default of one that is not there
         counts, or None."""
-        self._tell_of_unread_rewards(data)
+        if paid := [name for name in PAID if name in data and any(map(any, filter(None, data.get(name))))]:
+            self._tell_of_unread(paid)
         shared: dict[str, Any] = {"split": "val" if data.meta_info.get("validate") else "train"}
         if not self.columns:
             shared |= {"data": data, "tokenizer": self.tokenizer}
@@ -171,11 +172,11 @@ class FunctionReward:
             return [columns | shared]
         return [dict(zip(columns, row, strict=True)) | shared for row in zip(*columns.values(), strict=True)]
 
-    def _tell_of_unread_rewards(self, data: DataProto) -> None:
-        """Says once what tools and simulated users paid that earns nothing, unless the function's file names it."""
-        paid, text = [name for name in PAID if any(map(any, filter(None, data.get(name, ()))))], ""
+    def _tell_of_unread(self, paid: list[str]) -> None:
+        """Says once which of these rewards of tools and users earn nothing, unless the function's file names them."""
+        text = ""
         with suppress(OSError, TypeError):  # there is no file
-            text = inspect.getsource(inspect.getmodule(self.function)) if paid else ""
+            text = inspect.getsource(inspect.getmodule(self.function))
         if unread := [name for name in paid if name not in text]:
             terms = " + ".join(f'sum(extra_info["{name}"])' for name in unread)
             notice_once(

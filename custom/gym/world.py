@@ -74,8 +74,6 @@ class World:
             if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
                 raise ValueError(f"reset returned {reprlib.repr(result)}: not observation, info")
             self._observation, _ = result
-        self.check_space()
-        with self.blame():
             for action in actions:
                 self.actions.append(action)
                 self._observation, _, terminated, truncated, _ = self.env.step(self.acts.native(action))
@@ -92,22 +90,18 @@ class World:
             raise ValueError(f"{self.env_id}: after reset(seed={seed}) the actions {list(actions)} end the episode")
 
     def step(self, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
-        """Plays a legal action: reward, terminated, truncated, info."""
-        self.check_space()
+        """Plays a legal action: reward, terminated, truncated, info. Raises ValueError if the actions are others now."""
+        now, before = self.env.action_space, self.acts.space
+        if now is not before and now != before:
+            raise ValueError(
+                f"{self.env_id}: action_space is {now} after reset(seed={self.seed}) and actions {self.actions}, and was "
+                f"{before} before: keep one of all actions, and let step answer those that are not legal."
+            )
         self.actions.append(action)
         with self.blame():
             self._observation, *result = checked_step(self.env.step(self.acts.native(action)))
         self._text = None
         return tuple(result)
-
-    def check_space(self) -> None:
-        """Raises ValueError if its actions are others than when it was made: those are what answers are read as."""
-        if self.env.action_space is not self.acts.space and self.env.action_space != self.acts.space:
-            raise ValueError(
-                f"{self.env_id}: action_space is {self.env.action_space} after reset(seed={self.seed}) and actions "
-                f"{self.actions}, and was {self.acts.space} before: keep one of all actions, and let step answer those "
-                "that are not legal."
-            )
 
     @property
     def text(self) -> str:

@@ -146,7 +146,7 @@ class SharedLoop:
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **settings: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coroutine, loop=loop, **settings)
-        self.calls[task] = current_call.get()
+        self.calls[task] = current_call.get(None)
         return task
 
     def _look(self, thread: int) -> None:
@@ -178,7 +178,7 @@ class SharedCall:
         return self.shared.held - self.held_before - self.held
 
 
-current_call: ContextVar[SharedCall | None] = ContextVar("current_call", default=None)
+current_call: ContextVar[SharedCall] = ContextVar("current_call")
 shared_loop = cache(SharedLoop)
 
 

@@ -234,7 +234,7 @@ def test_failures_of_a_loop_are_those_of_any_episode(blocks):
 
 @pytest.mark.parametrize("hold", ["hold(0.3)", "asyncio.gather(hold(0.15), hold(0.15))"])
 def test_a_loop_that_holds_all_up_takes_no_time_from_the_others_and_is_named_once(tmp_path, hold, monkeypatch, capsys):
-    """Of twelve with a second each, nine hold their event loop up for 2.7 s, and one awaits for too long."""
+    """Nine of twelve, with a second each, hold their event loop up for 2.7 s, and one awaits for too long."""
     monkeypatch.setattr("workers.agents.user_code.LATE", 0.05)
     (tmp_path / "mine.py").write_text(f"""
 import asyncio, time
