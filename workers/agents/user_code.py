@@ -29,6 +29,7 @@ from workers.agents.episode import Episode
 SIDE_BY_SIDE = 64  # calls of one owner
 MOST_STUCK = 16  # threads of calls that were given up and are not over
 LOOK_SECONDS, LATE = 0.05, 1.0  # how often the shared loop is looked at, and from when on who holds it up is named
+HANGS = 600.0  # seconds after which who holds it up may never end, and the others need not wait for that
 stuck: set["UserThread"] = set()  # the threads of such calls
 slots_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]] = WeakKeyDictionary()
 
@@ -157,7 +158,7 @@ class SharedLoop:
             while not runs.wait(LOOK_SECONDS):
                 task, now = asyncio.current_task(self.loop), time.monotonic()
                 if call := task and self.calls.get(task):
-                    if not call.future.done():  # else it was given up, and may never end: others need not wait for it
+                    if now - began < HANGS:
                         call.held, self.held = call.held + now - last, self.held + now - last
                     if now - began > LATE:
                         name_blocking(call.owner.name, thread)

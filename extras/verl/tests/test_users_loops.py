@@ -234,7 +234,7 @@ def test_failures_of_a_loop_are_those_of_any_episode(blocks):
 
 @pytest.mark.parametrize("hold", ["hold(0.3)", "asyncio.gather(hold(0.15), hold(0.15))"])
 def test_a_loop_that_holds_all_up_takes_no_time_from_the_others_and_is_named_once(tmp_path, hold, monkeypatch, capsys):
-    """Nine of twelve, with a second each, hold their event loop up for 2.7 s, and one awaits for too long."""
+    """Nine of thirteen, with a second each, hold all up for 2.7 s; two, one of which does so too, take too long."""
     monkeypatch.setattr("workers.agents.user_code.LATE", 0.05)
     (tmp_path / "mine.py").write_text(f"""
 import asyncio, time
@@ -245,14 +245,15 @@ class Mine(AgentLoopBase):
         done = await self.server_manager.generate("a", prompt_ids=raw_prompt_ids)
         if kind == "holds":
             await {hold}
-        await asyncio.sleep({{"holds": 0, "waits": 0.5, "hangs": 60}}[kind])
+        await hold(2.6 * (kind == "is late"))
+        await asyncio.sleep({{"waits": 0.5, "hangs": 60}}.get(kind, 0))
         return AgentLoopOutput(prompt_ids=raw_prompt_ids, response_ids=done, response_mask=[1] * len(done))
 """)
-    kinds = ["hangs", "waits", *["holds"] * 9, "waits"]
+    kinds = ["hangs", "is late", "waits", *["holds"] * 9, "waits"]
     agent = f"{tmp_path}/mine.py:Mine"
     config = settings(f"{TOOLS}.tool_timeout=1", f"actor_rollout_ref.rollout.agent.default_agent_loop={agent}")
-    batch = played(agent, count=12, config=config, kind=kinds)
-    assert batch.end_reason.tolist() == ["timeout", *["terminated"] * 11], batch.failure
+    batch = played(agent, count=13, config=config, kind=kinds)
+    assert batch.end_reason.tolist() == ["timeout"] * 2 + ["terminated"] * 11, batch.failure
     assert capsys.readouterr().err.count(f"mine.py:Mine computes or waits without await (at {tmp_path}/mine.py:4)") == 1
 
 
