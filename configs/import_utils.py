@@ -14,10 +14,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import spec_from_file_location
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -32,11 +31,14 @@ class Neighbours:
     """Finds modules beside the files that were loaded, and in the working directory, after all that sys.path has."""
 
     folders: ClassVar[list[str]] = []
+    files: ClassVar[dict[str, Path]] = {}  # by names that no `import` finds
     loaded: ClassVar[set[str]] = set()  # names of the modules that `load_module` or this finder has found
     checked_at: ClassVar[float] = math.inf  # when a run last looked whether files have changed
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if name in cls.files:
+            return spec_from_file_location(name, file := cls.files[name], loader=SourceFileLoader(name, str(file)))
         spec = PathFinder.find_spec(name, [*cls.folders, ""], target) if path is None else None
         if spec is None or spec.origin is None:  # a folder of that name alone is no module
             return None
@@ -264,19 +266,10 @@ def _load_file(file: Path) -> ModuleType:
         Neighbours.folders.append(str(file.parent))
     importable = _importable_name(file)
     name = importable or f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    Neighbours.loaded.add(name)
-    if importable:
-        return importlib.import_module(name)
-    loader = SourceFileLoader(name, str(file))
-    module = module_from_spec(spec_from_file_location(name, file, loader=loader))
-    sys.modules[name] = module  # before it runs: dataclasses look their module up while they are made
-    with ExitStack() as undo:
-        undo.callback(sys.modules.pop, name)
-        loader.exec_module(module)
-        undo.pop_all()
-    return module
+    if name not in sys.modules:
+        Neighbours.loaded.add(name)
+        Neighbours.files |= {} if importable else {name: file}
+    return importlib.import_module(name)  # a thread waits until another has executed all of it
 
 
 def check_imports(file: Path) -> None:

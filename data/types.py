@@ -26,7 +26,8 @@ Score = float | dict[str, Any]  # of a response, by a reward: a number, or a dic
 # How a row, or an episode, ended: each name is a metric, end_reason/NAME.
 ENVIRONMENT_FAILURES = ("env_error", "timeout")  # the environment's fault, or a tool's
 FAILED_END_REASONS = (*ENVIRONMENT_FAILURES, "aborted", "reward_timeout", "reward_error")  # the row measures nothing
-END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
+LIMITS = ("env_truncated", "max_turns", "max_tokens", "context_full", "answer_cut")  # the last: by its own limit
+END_REASONS = ("terminated", *LIMITS, *FAILED_END_REASONS)
 LARGEST_REWARD = 1e30  # sums of such still fit float32
 END_REASON_OF = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by an engine's finish_reason
 

@@ -156,7 +156,9 @@ def test_what_raises_hangs_or_says_nonsense_is_left_out_and_the_others_are_as_wi
     assert not batch.response_mask[failed].any() and not batch.token_level_scores[failed].any()
     reasons = dict(zip(batch.uid, batch.failure, strict=True))
     assert "OSError: the board fell" in reasons["102"] and "episodes.py:" in reasons["102"]
-    assert reasons["105"] == "not done after 1 seconds" and "TypeError: no number: object" in reasons["107"]
+    way = "Counting-v0, after reset(seed=105) and actions [1, 1]"  # of "21" the last is read
+    assert reasons["105"] == f"{way}: not done after 1 seconds (env.timeout)"
+    assert "TypeError: no number: object" in reasons["107"]
     assert reasons["100"] is None
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     columns, alone = (Estimator(config.algorithm)(part) for part in (batch, batch.select_idxs(~failed)))

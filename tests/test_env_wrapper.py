@@ -4,6 +4,7 @@ import pickle
 import re
 import threading
 from collections import Counter, deque
+from contextlib import nullcontext
 from typing import ClassVar
 
 import gymnasium as gym
@@ -43,7 +44,7 @@ class Lock(gym.Env):
     def __init_subclass__(cls) -> None:
         gym.register(f"{cls.__name__}-v0", cls)
 
-    def __init__(self, digits: int = 4) -> None:
+    def __init__(self, digits: int = 4, colour: int = 0) -> None:
         self.action_space = gym.spaces.Discrete(digits)
         self.observation_space = gym.spaces.Tuple((gym.spaces.Discrete(9), gym.spaces.Discrete(3)))
         self._lock = threading.Lock()
@@ -583,6 +584,39 @@ def test_what_does_not_repeat_itself_may_play_episodes():
     assert env.reset(0) != env.reset(0) and env.step("1")[4]["turns"] == 1 and env.invalid_reward == 0.0
 
 
+class Changing(Lock):
+    """A lock whose number of digits changes at a reset (`at` 0) or after a step; an equal space is another object."""
+
+    def __init__(self, at=0, digits=4):
+        super().__init__()
+        self.at, self.changed = at, digits
+
+    def reset(self, *, seed=None, options=None):
+        return self.change(super().reset(seed=seed))
+
+    def step(self, action):
+        return self.change((*super().step(action)[:2], False, False, {}))
+
+    def change(self, result):
+        if self.tries == self.at:
+            self.action_space = gym.spaces.Discrete(self.changed)
+        return result
+
+
+@pytest.mark.parametrize("digits", [2, 4, 6])
+@pytest.mark.parametrize(("at", "way"), [(0, r"\[\]"), (2, r"\[\d, \d\]")])
+def test_actions_that_change_are_refused_by_name_at_the_trial_and_in_episodes(at, digits, way):
+    says = rf"Changing-v0: action_space is Discrete\({digits}\) after reset\(seed=\d\) and actions {way}, and was Di"
+    arguments = {"observation_to_text": lambda env, _: "", "env_kwargs": {"at": at, "digits": digits}}
+    with nullcontext() if digits == 4 else pytest.raises(ValueError, match=says):
+        TextEnv("Changing-v0", **arguments)
+    env = TextEnv("Changing-v0", **arguments, repeatable=False)
+    with nullcontext() if digits == 4 else pytest.raises(ValueError, match=says):
+        env.reset(7)
+        for answer in "010":
+            env.step(answer)
+
+
 class Strange(Lock):
     """A lock that misbehaves in its second step, as `does` says."""
 
@@ -634,7 +668,7 @@ def test_a_reset_in_gyms_older_form_is_refused_even_if_its_observation_has_two_p
 
 def test_what_is_not_used_any_more_is_closed_and_an_error_of_close_is_a_warning(caplog):
     Strange.closed.clear()
-    env = TextEnv("Strange-v0", lambda env, _: "", random_map=lambda seed: {"digits": 2 + seed % 5}, repeatable=False)
+    env = TextEnv("Strange-v0", lambda env, _: "", random_map=lambda seed: {"colour": seed % 5}, repeatable=False)
     for seed in range(4):
         env.reset(seed)
         env.start_state(seed)

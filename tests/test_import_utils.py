@@ -6,7 +6,9 @@ import pickle
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -57,6 +59,23 @@ def test_a_file_is_found_absolute_relative_and_as_a_url_and_executed_once(reward
     for path in (str(reward_file), "my_reward.py", "./my_reward.py", f"file://{reward_file}"):
         assert load_extern_object(path, "compute_score")("any", "42", "42") == 1.0
         assert load_module(path).CALLS == ["kept"]
+
+
+@pytest.mark.parametrize("is_importable", [False, True])
+def test_a_file_that_threads_load_at_once_is_executed_once_and_seen_whole(tmp_path, monkeypatch, is_importable):
+    if is_importable:
+        monkeypatch.syspath_prepend(tmp_path)
+    name = f"slow_{is_importable}"
+    written(tmp_path, **{name: "import time\nSTARTS = []\nSTARTS.append(1)\ntime.sleep(0.3)\ndef late(): ..."})
+    start = Barrier(8)
+
+    def load(_):
+        start.wait()
+        return load_extern_object(str(tmp_path / f"{name}.py"), "late")
+
+    with ThreadPoolExecutor(8) as pool:
+        [loaded] = set(pool.map(load, range(8)))
+    assert sys.modules[loaded.__module__].STARTS == [1]
 
 
 @pytest.mark.parametrize("path", ["user_pkg.rewards", "pkg://user_pkg.rewards", "pkg://user_pkg/rewards"])

@@ -16,6 +16,7 @@ import torch
 import training.reward
 from configs.errors import ConfigError
 from configs.extras import has
+from configs.import_utils import load_extern_object
 from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
@@ -183,6 +184,33 @@ def test_a_function_is_given_what_it_names_and_verls_four_by_kwargs():
         {"solution_str": "r", "split": "val"},
         {"response": "r"} | verl,
     ]
+
+
+ADDS = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return sum(extra_info['turn_scores'])"
+)
+
+
+@pytest.mark.parametrize(("text", "tools", "scores", "told"), [
+    ("def compute_score(solution_str): return 0.0", [0.5], [], "tool_rewards are not 0"),
+    ("def compute_score(solution_str): return 0.0", [0.0], [0.0, 0.25], "turn_scores are not 0"),
+    ("def compute_score(solution_str): return 0.0", [1], [1], "tool_rewards and turn_scores are not 0"),
+    ("def compute_score(solution_str): return 0.0", [0.0, 0], [], None),
+    (ADDS, [], [0.5], None), (ADDS, [0.5], [0.5], "tool_rewards are not 0"),
+    ("def compute_score(solution_str, turn_scores): return 0.0", [], [0.5], None),
+])  # fmt: skip
+def test_what_tools_and_users_pay_and_a_function_does_not_name_is_told_once(
+    tmp_path, monkeypatch, capsys, text, tools, scores, told
+):
+    monkeypatch.setattr("configs.errors.noticed", set())
+    (tmp_path / "mine.py").write_text(text)
+    columns = {"prompts": ["p"] * 2, "responses": ["r"] * 2, "data_source": ["d"] * 2, "ground_truths": ["g"] * 2}
+    paid = {"tool_rewards": [None, tools], "turn_scores": [[], scores]}
+    data = DataProto.from_single_dict(columns | paid | {"extra_info": [{"turn_scores": []}] * 2})
+    reward = FunctionReward(load_extern_object(str(tmp_path / "mine.py"), "compute_score"))
+    for _ in range(2):
+        reward(data)
+    assert re.findall("notice: (.*?),", capsys.readouterr().err) == ([told] if told else [])
 
 
 def test_a_function_of_lists_is_called_once_with_what_it_names():

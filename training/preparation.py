@@ -1,7 +1,7 @@
 """Builds the data and the reward of a run, and checks that they fit together, before any model is loaded."""
 
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError, notice
 from configs.extras import find
 from configs.import_utils import accepts
-from configs.schema import Config, DataConfig, RolloutConfig
+from configs.schema import AgentConfig, Config, DataConfig, RolloutConfig
 from data.rl_dataset import (
     PROGRESS_BAR_FROM,
     OverlongPrompt,
@@ -27,6 +27,7 @@ from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sam
 from data.types import Row
 from training.environment import (
     AGENT_COLUMN,
+    PROGRAM,
     SINGLE_TURN,
     TOOL_AGENT,
     EnvSetup,
@@ -104,11 +105,12 @@ def prepare(
     val_loader = None if val_dataset is None else build_val_loader(plan, val_dataset)
     if config.env.mode == "episode":
         check_has_state(train_loader)
-    scores_itself = config.actor_rollout_ref.rollout.agent.program and config.reward.source() is None
     for loader in filter(None, (train_loader, val_loader)):
         positions = rows_looked_at(loader)
-        if isinstance(reward, ChecksRows) and not scores_itself:
-            reward.check({position: loader.row(position) for position in positions})
+        if isinstance(reward, ChecksRows):
+            rows = {position: loader.row(position) for position in positions}
+            agent = config.actor_rollout_ref.rollout.agent
+            reward.check(rows if config.reward.source() else rows_to_score(agent, rows))
         check_rows(config.actor_rollout_ref.rollout, loader, positions, plan.conversations)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
@@ -161,6 +163,13 @@ def rows_looked_at(loader: PromptLoader) -> list[int]:
     """Returns the positions of rows from all over the data."""
     usable = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
     return usable[:: -(-len(usable) // ROWS_LOOKED_AT)]
+
+
+def rows_to_score(config: AgentConfig, rows: Mapping[int, Row]) -> dict[int, Row]:
+    """Returns the rows that bring no score of their own, as those of programs and of agent loops may."""
+    kinds, default = {name: agent.kind for name, agent in load_agents(config).items()}, config.default_agent_loop
+    agents = {position: row.get(AGENT_COLUMN, PROGRAM if config.program else default) for position, row in rows.items()}
+    return {position: row for position, row in rows.items() if kinds.get(agents[position], "class") == "class"}
 
 
 def check_has_state(loader: PromptLoader) -> None:

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,7 @@ FORM_OF = {  # by the argument that tells a form, the first that is there: what 
 }
 FACTS = frozenset(("split", "messages", "response_ids", "end_reason", "group", "uid"))  # of every form
 TRUTHS = frozenset(("ground_truth", "ground_truths"))
+PAID = ("tool_rewards", "turn_scores")  # on the way of an episode, which a reward may add
 NO_COLUMN = RUN_COLUMNS | {"prompt", "raw_prompt", "raw_prompt_ids", "response_ids"}  # what TRL's **kwargs do not hold
 SERVED = ("reward_router_address", "reward_model_tokenizer")  # verl's arguments about a judge that it serves
 VERL_ARGUMENTS = 4
@@ -151,6 +153,8 @@ class FunctionReward:
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """Returns the arguments of a call for every response, or of one for all; the default of one that is not there
         counts, or None."""
+        if paid := [name for name in PAID if name in data and any(map(any, filter(None, data.get(name))))]:
+            self._tell_of_unread(paid)
         shared: dict[str, Any] = {"split": "val" if data.meta_info.get("validate") else "train"}
         if not self.columns:
             shared |= {"data": data, "tokenizer": self.tokenizer}
@@ -167,6 +171,19 @@ class FunctionReward:
         if not self.takes_one_response:
             return [columns | shared]
         return [dict(zip(columns, row, strict=True)) | shared for row in zip(*columns.values(), strict=True)]
+
+    def _tell_of_unread(self, paid: list[str]) -> None:
+        """Says once which of these rewards of tools and users earn nothing, unless the function's file names them."""
+        text = ""
+        with suppress(OSError, TypeError):  # there is no file
+            text = inspect.getsource(inspect.getmodule(self.function))
+        if unread := [name for name in paid if name not in text]:
+            terms = " + ".join(f'sum(extra_info["{name}"])' for name in unread)
+            notice_once(
+                f"{' and '.join(unread)} are not 0, and earn nothing unless the reward adds them, {self.title} or one "
+                f"of yours: def compute_score(data_source, solution_str, ground_truth, extra_info): … and return score "
+                f"+ {terms}"
+            )
 
 
 def conversations(data: DataProto) -> list[list[Message]]:

@@ -90,7 +90,13 @@ class World:
             raise ValueError(f"{self.env_id}: after reset(seed={seed}) the actions {list(actions)} end the episode")
 
     def step(self, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
-        """Plays a legal action: reward, terminated, truncated, info."""
+        """Plays a legal action: reward, terminated, truncated, info. Raises ValueError if its actions have changed."""
+        now, before = self.env.action_space, self.acts.space
+        if now is not before and now != before:
+            raise ValueError(
+                f"{self.env_id}: action_space is {now} after reset(seed={self.seed}) and actions {self.actions}, and "
+                f"was {before} before: keep one of all actions, and let step answer those that are not legal."
+            )
         self.actions.append(action)
         with self.blame():
             self._observation, *result = checked_step(self.env.step(self.acts.native(action)))

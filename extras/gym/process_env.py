@@ -130,7 +130,8 @@ class Process:
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         seconds = None if self.timeout is None else self.timeout * len(chapters)
         answer = self._child.ask(pickle.dumps((number, chapters, forgotten)), seconds)
-        result, error, trace = pickle.loads(self._wait(answer, seconds, describe((*before, *chapters))))
+        story = describe((*before, *chapters))
+        result, error, trace = pickle.loads(self._wait(answer, seconds, story, " (env.timeout)"))
         if error is not None:
             error.add_note(f"in the environment's process:\n{trace}")
             raise error
@@ -141,13 +142,13 @@ class Process:
         if not self._child.is_running():
             self._wait(self._child.start(), START_SECONDS, "to be built in a process of its own")
 
-    def _wait(self, work: Coroutine[Any, Any, Any], seconds: float | None, description: str) -> Any:
+    def _wait(self, work: Coroutine[Any, Any, Any], seconds: float | None, description: str, key: str = "") -> Any:
         description = f"{self.environment.env_id}, {description}"
         try:
             return run_in_background(work)
         except TimeoutError:
             self._child.end()
-            self.end = f"{description}: not done after {seconds:g} seconds, so its process was killed"
+            self.end = f"{description}: not done after {seconds:g} seconds{key}, so its process was killed"
             raise TimeoutError(self.end) from None
         except ProcessEnded as ended:
             self.end = f"{description}: {ended}"

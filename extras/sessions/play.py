@@ -18,7 +18,7 @@ from configs.import_utils import bind, load_named
 from configs.schema import AgentConfig, Config
 from data.chat import ChatFormat, as_messages
 from data.tool_parsers import ToolParser, read_json
-from data.types import END_REASON_OF, Row, Sample, check_reward
+from data.types import Row, Sample, check_reward
 from extras.server.app import TEMPLATE_ERRORS
 from extras.server.bodies import Json
 from extras.sessions.host import Host, Running, host_of, last_lines, program_environment
@@ -26,8 +26,8 @@ from extras.sessions.session import Session, Speech
 from extras.sessions.settings import FUNCTION
 from training.environment import AGENT_KEY, PROGRAM, Agent
 from training.episode_rows import BROUGHT
-from workers.agents.episode import EpisodeFailed, Limits, Policy, finish_samples, or_episode_error
-from workers.agents.user_code import UsersEpisode, contain, in_thread, slots, users_loop
+from workers.agents.episode import EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
+from workers.agents.user_code import SharedCall, UsersEpisode, in_thread, slots
 
 KEY = f"{AGENT_KEY}.program"
 
@@ -50,8 +50,9 @@ class Program(Agent):
         if callable(self.cls):
             call = bind(self.cls, {**task, "row": task}, key=KEY)
             if asyncio.iscoroutinefunction(self.cls):
-                playing = asyncio.run_coroutine_threadsafe(contain(call()), users_loop())
-                return reward_in(await asyncio.wrap_future(playing), session)
+                playing = SharedCall(self, call())
+                session.lost = playing.lost_seconds
+                return reward_in(await asyncio.wrap_future(playing.future), session)
         elif self.settings["serves"]:
             return await self._serve(host, task, session)
         with session.stopped_clock():
@@ -152,7 +153,8 @@ class ProgramEpisode(UsersEpisode):
             last = last_lines(session.errors, 3) if failure.end_reason == "timeout" else ""
             text = f"{KEY}={self.rollout.agent.program}: {failure}{last and f'; its last lines: {last}'}"
             return finish_samples(samples, failure.end_reason, {BROUGHT: 0.0}, session.requests, text)
-        reason = "context_full" if session.is_full else END_REASON_OF[rows[-1].ends[-1].finish_reason]
+        end = end_of(rows[-1].ends[-1].finish_reason, session.limits.response - len(rows[-1].sample.token_ids))
+        reason = "context_full" if session.is_full else end
         metrics = {"unproven": session.unproven_share, "rows": len(samples)}
         finish_samples(samples, reason, {"__agent_metrics__": metrics, BROUGHT: 0.0}, session.requests)
         samples[-1].extras[BROUGHT] = reward_in(0.0, session) if failure else reward

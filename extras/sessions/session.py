@@ -8,7 +8,7 @@ Only the tokens that `_draw` appends, as the engine returned them, count as the 
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -130,6 +130,7 @@ class Session:
         self.reward: asyncio.Future[float | None] = asyncio.Future()
         self.over: asyncio.Future[None] = asyncio.Future()
         self.own_seconds = 0.0  # that the program had taken at `own_since`
+        self.lost: Callable[[], float] = float  # seconds, so far, for which other programs have kept it from running
         self.restart_clock()
 
     @property
@@ -192,11 +193,14 @@ class Session:
             self.restart_clock()
 
     def restart_clock(self) -> None:
-        self.own_since = asyncio.get_running_loop().time()
+        self.own_since = self._now()
 
     def _spent(self) -> float:
         """Returns the seconds that the program itself has taken."""
-        return self.own_seconds + (0 if self.waiting else asyncio.get_running_loop().time() - self.own_since)
+        return self.own_seconds + (0 if self.waiting else self._now() - self.own_since)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time() - self.lost()
 
     async def _answer(self, asking: Asking) -> tuple[ResponseBuilder, Part]:
         messages = chat_prompt(asking.body)

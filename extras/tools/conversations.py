@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import ConfigError, notice
+from configs.errors import ConfigError, notice, notice_once
 from configs.extras import find
 from configs.import_utils import load_module
 from configs.schema import MultiTurnConfig
@@ -74,7 +74,7 @@ class ToolEpisodes:
         if "tool_text" in self.template_kwargs(tokenizer):
             notice(
                 f"the chat template does not show tools, so the system message describes {names} and how {form} calls "
-                "them."
+                "them, in prompts that are chats."
             )
         elif self.tools and not shows_tools(tokenizer):
             notice(
@@ -84,6 +84,11 @@ class ToolEpisodes:
 
     def check(self, row: Row) -> None:
         """Raises ValueError if a row names a simulated user that is not there, or none where there are some."""
+        if self.tools and isinstance(row.get("raw_prompt"), str):
+            notice_once(
+                f"there are prompts that are texts, and texts show no tools: give chat messages, or say there how "
+                f"{', '.join(self.tools)} are called."
+            )
         if self.users:
             self.users.check(row)
 

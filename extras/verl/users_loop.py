@@ -21,10 +21,10 @@ from configs.schema import Config
 from data.chat import ChatFormat, as_messages, encode_prompt
 from data.rl_dataset import get_dataset_class
 from data.rows import RUN_COLUMNS, beside, kwargs_in
-from data.types import END_REASON_OF, Completion, Row, Sample, SamplingParams, check_reward
+from data.types import Completion, Row, Sample, SamplingParams, check_reward
 from training.environment import Agent
 from training.episode_rows import BROUGHT
-from workers.agents.episode import Asked, EpisodeFailed, Limits, Policy, finish_samples, or_episode_error
+from workers.agents.episode import Asked, EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
 from workers.agents.user_code import UsersEpisode
 
 # What user code may ask of a request beside what SamplingParams has, and the values that change nothing here.
@@ -311,7 +311,8 @@ def sample_of(
                 versions[at] = version if isinstance(version, int) else version[at - start]
                 log_probs[at] = done.log_probs[at - start]
         turns[start:] = [turn] * (len(ids) - start)
-        reason = END_REASON_OF[done.finish_reason] if start + length == len(ids) else "terminated"
+        is_last = start + length == len(ids)
+        reason = end_of(done.finish_reason, limits.response - len(ids)) if is_last else "terminated"
     if claims is not None and trusted:
         log_probs = [float(value) if policys else 0.0 for value, policys in zip(claims, mask, strict=False)]
     if strangers := log_probs.count(None):

@@ -265,6 +265,11 @@ def lack_of_room(metrics: Mapping[str, float]) -> str:
     if "episode/tokens/policy/mean" not in metrics:
         return ""
     ends = {reason: metrics.get(f"end_reason/{reason}", 0.0) for reason in ("context_full", "max_tokens")}
+    if (cut := metrics.get("end_reason/answer_cut", 0.0)) > 0.5:
+        return (
+            f"most episodes end by an answer that its own limit has cut, {cut:.0%} with end_reason answer_cut. Raise "
+            "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn, or the max_tokens that a program asks for."
+        )
     if sum(ends.values()) <= 0.5:
         return ""
     shares = " and ".join(f"{share:.0%} with end_reason {reason}" for reason, share in ends.items() if share)

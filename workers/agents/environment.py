@@ -7,7 +7,7 @@ from configs.errors import warns_of_close
 from data.types import Reply, Row
 from training.environment import EnvSetup
 from workers.agents.episode import Episode
-from workers.agents.user_code import UserThread
+from workers.agents.user_code import Overdue, UserThread
 
 
 class EnvSlot:
@@ -44,6 +44,7 @@ class EnvEpisode(Episode):
         self.columns = {"success": None, "invalid_actions": 0, "reset_seed": self.seed}
         self.game, self.free, self.apart, self.timeout = game, free, apart, timeout
         self.slot: EnvSlot | None = None
+        self.played: list[Any] = []
         self.is_reset = self.is_usable = False
 
     async def start(self) -> None:
@@ -63,7 +64,11 @@ class EnvEpisode(Episode):
         if self.slot is None:
             self.slot = self.free.pop() if self.free else EnvSlot()
         self.is_usable, slot = False, self.slot
-        result = await slot.thread.run(function, *arguments, deadline=self.timeout, cleanup=slot.close)
+        try:
+            result = await slot.thread.run(function, *arguments, deadline=self.timeout, cleanup=slot.close)
+        except Overdue as error:
+            way = f"after reset(seed={self.seed}) and actions {[*self.actions, *self.played]}"
+            raise TimeoutError(f"{self.game.environment.env_id}, {way}: {error} (env.timeout)") from None
         self.is_usable = True
         return result
 
@@ -85,7 +90,9 @@ class EnvEpisode(Episode):
         if not self.is_reset:
             self._reset()
         game, environment = self.game, self.slot.environment
-        _, reward, _, _, info = environment.act(game.reader.extract_action(answer))
+        action = game.reader.extract_action(answer)
+        self.played += [] if action is None else [action]
+        _, reward, _, _, info = environment.act(action)
         columns = {"success": info["success"], "invalid_actions": info["invalid"]}
         if info["end_reason"] is not None:
             return Reply(reward=reward, end_reason=info["end_reason"], columns=columns)

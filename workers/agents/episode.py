@@ -126,7 +126,7 @@ class Episode(ABC):
                 if end_reason is None and reply.prompt_ids is not None:
                     samples.append(Sample(reply.prompt_ids))
                 elif end_reason is None and not reply.messages:
-                    end_reason = END_REASON_OF[done.finish_reason]
+                    end_reason = end_of(done.finish_reason, limits.response - len(sample.token_ids))
                 elif end_reason is None:
                     observation = chat.increment(reply.messages, done.finish_reason == "stop")
                     end_reason = append_observation(sample, observation, limits, turn)
@@ -144,6 +144,11 @@ class SingleAnswer(Episode):
 
     async def step(self, answer: str) -> Reply:
         return Reply()
+
+
+def end_of(finish_reason: str, room: int) -> str:
+    """Returns the end reason of an episode by that of its last answer, behind which there is `room` for tokens."""
+    return "answer_cut" if finish_reason == "length" and room > 0 else END_REASON_OF[finish_reason]
 
 
 def append_observation(sample: Sample, token_ids: list[int], limits: Limits, turn: int) -> str | None:

@@ -4,15 +4,20 @@ A call that hangs is given up: its thread cannot be killed, only counted. Proces
 """
 
 import asyncio
+import sys
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import nullcontext
+from contextvars import ContextVar
 from functools import cache, partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
+from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from configs.errors import is_users, notice_once
 from configs.import_utils import bind
 from configs.schema import Config
 from data.chat import ChatFormat
@@ -23,6 +28,8 @@ from workers.agents.episode import Episode
 
 SIDE_BY_SIDE = 64  # calls of one owner
 MOST_STUCK = 16  # threads of calls that were given up and are not over
+LOOK_SECONDS, LATE = 0.05, 1.0  # how often the shared loop is looked at, and from when on who holds it up is named
+HANGS = 600.0  # seconds after which who holds it up may never end, and the others need not wait for that
 stuck: set["UserThread"] = set()  # the threads of such calls
 slots_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]] = WeakKeyDictionary()
 
@@ -99,27 +106,92 @@ async def in_thread(
         thread.end()
 
 
-async def by_deadline(future: asyncio.Future[Any], deadline: float | None, extends: Callable[[], bool] = bool) -> Any:
+async def by_deadline(
+    future: asyncio.Future[Any], deadline: float | None, extends: Callable[[], bool] = bool,
+    lost: Callable[[], float] = float,
+) -> Any:  # fmt: skip
     """Returns the result of `future`, which is cancelled if it is not there after `deadline` seconds (None: any).
 
-    The deadline begins anew where `extends`, asked when it is over, says that others than the user were at work.
+    The deadline begins anew where `extends`, asked when it is over, says that others than the user were at work; the
+    seconds, so far, that were `lost` to another's code do not count.
 
     Raises:
         Overdue: it was not there.
         Exception: the future did, with a TimeoutError of its own too.
     """
+    left, lost_before = deadline, 0.0
     try:
-        while not (await asyncio.wait([future], timeout=deadline))[0]:
-            if not extends():
+        while not (await asyncio.wait([future], timeout=left))[0]:
+            lost_now = lost()
+            left, lost_before = lost_now - lost_before, lost_now
+            if extends():
+                left = deadline
+            elif left < LOOK_SECONDS:
                 raise Overdue(f"not done after {deadline:g} seconds")
     finally:
         future.cancel()
     return future.result()
 
 
-@cache
-def users_loop() -> asyncio.AbstractEventLoop:
-    return start_loop()[0]
+class SharedLoop:
+    """Runs the coroutines of users in one event loop, and looks from another thread which call holds it up.
+
+    A call that computes or waits without `await` is named once; the seconds, `held` by all, are lost to no other call.
+    """
+
+    def __init__(self) -> None:
+        self.loop, thread = start_loop()
+        self.held, self.calls = 0.0, WeakKeyDictionary[asyncio.Task[Any], SharedCall | None]()
+        self.loop.set_task_factory(self._make_task)
+        Thread(target=self._look, args=[thread.ident], daemon=True, name="looks after user code").start()
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **settings: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **settings)
+        self.calls[task] = current_call.get(None)
+        return task
+
+    def _look(self, thread: int) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            self.loop.call_soon_threadsafe((runs := Event()).set)
+            began = last = time.monotonic()
+            while not runs.wait(LOOK_SECONDS):
+                task, now = asyncio.current_task(self.loop), time.monotonic()
+                if call := task and self.calls.get(task):
+                    if now - began < HANGS:
+                        call.held, self.held = call.held + now - last, self.held + now - last
+                    if now - began > LATE:
+                        name_blocking(call.owner.name, thread)
+                last = now
+
+
+class SharedCall:
+    """Runs `coroutine`, of `owner`, in the shared event loop, which it has `held` up for so many seconds."""
+
+    def __init__(self, owner: Any, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self.owner, self.held, self.shared = owner, 0.0, shared_loop()
+        self.held_before = self.shared.held
+        current_call.set(self)  # of its tasks, to which the context is handed on
+        self.future = asyncio.run_coroutine_threadsafe(contain(coroutine), self.shared.loop)
+
+    def lost_seconds(self) -> float:
+        """Returns the seconds for which other calls have held up the loop since this one began."""
+        return self.shared.held - self.held_before - self.held
+
+
+current_call: ContextVar[SharedCall] = ContextVar("current_call")
+shared_loop = cache(SharedLoop)
+
+
+def name_blocking(name: str, thread: int) -> None:
+    """Says, once for each line, where the user's code in this thread holds up all coroutines."""
+    stack = ((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._current_frames()[thread]))
+    line = next((f" (at {file}:{line})" for file, line in stack if is_users(file)), "")
+    notice_once(
+        f"{name} computes or waits without await{line}, and all other coroutines wait for it. Await there, or set "
+        "blocks = True in its class; a function without `async` has a thread of its own.",
+        topic=(name, line),
+    )
 
 
 async def in_users_loop(
@@ -135,8 +207,8 @@ async def in_users_loop(
     """
     if owner.blocks:
         return await in_thread(asyncio.run, contain(coroutine), deadline=deadline, extends=extends)
-    future = asyncio.run_coroutine_threadsafe(contain(coroutine), users_loop())
-    return await by_deadline(asyncio.wrap_future(future), deadline, extends)
+    call = SharedCall(owner, coroutine)
+    return await by_deadline(asyncio.wrap_future(call.future), deadline, extends, call.lost_seconds)
 
 
 async def contain(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -121,6 +121,8 @@ def test_the_room_that_ended_an_episode_is_named(history, room):
     columns = {"episode": ["a", "b"], "__num_turns__": [2, 2], "end_reason": ["terminated", "context_full"]}
     [said] = found(with_columns(SOUND.select_idxs([0, 1]), columns), env__history=history)
     assert said.startswith(f"1 of 2 episodes ended for want of room: raise {room}")
+    columns["end_reason"] = ["terminated", "answer_cut"]  # there was room
+    assert not found(with_columns(SOUND.select_idxs([0, 1]), columns), env__history=history)
 
 
 HEADS, USER = ["<|start_header_id|>", "<|end_header_id|>"], "<|start_header_id|>user<|end_header_id|>\n\n"

@@ -577,10 +577,25 @@ def test_tasks_that_wait_for_a_program_that_plays_one_by_one_have_time(tmp_path:
     assert set(batch.end_reason) == {"terminated"}, batch.failure
 
 
+def test_a_coroutine_that_blocks_takes_no_time_from_others(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    """Twelve with a second each hold their event loop up for 0.25 s each, and ask by a client that is not async."""
+    monkeypatch.setattr("workers.agents.user_code.LATE", 0.1)
+    agent = function(tmp_path, LIGHT + dedent("""
+        async def agent(base_url, messages):
+            ask({"base_url": base_url}, messages)
+            time.sleep(0.25)
+            return 1
+    """))  # fmt: skip
+    batch = play(settings(agent, f"{AGENT}.program_timeout=1"), prompts(12))
+    assert set(batch.end_reason) == {"terminated"}, batch.failure
+    assert f"program computes or waits without await (at {tmp_path}/" in capsys.readouterr().err
+
+
 ENDS = {  # what a program does: how its episode ends, and words of the reason
     "exits": ("sys.exit('out of luck')", "env_error", "exit code 1; its last lines: out of luck"),
     "killed": ("os.kill(os.getpid(), 9)", "env_error", "signal SIGKILL"),
     "silent": ("ask(messages)", "terminated", None),
+    "cut": ("ask(messages, max_tokens=2)", "answer_cut", None),
     "asks nothing": ("print(1)", "env_error", "without asking the policy"),
     "2 MB": ("ask(messages); print('x' * 2_000_000); print('y' * 2_000_000, file=sys.stderr); print(0.5)",
              "terminated", 0.5),

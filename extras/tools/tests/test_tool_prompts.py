@@ -55,7 +55,7 @@ def test_the_system_message_describes_tools_where_the_template_does_not(calculat
     tokenizer.chat_template = template
     kwargs = describe_tools(calculator, tokenizer)
     told = "the system message describes calculator and how actor_rollout_ref.rollout.multi_turn.format=hermes calls"
-    assert told in capsys.readouterr().err
+    assert f"{told} them, in prompts that are chats" in capsys.readouterr().err
     question = {"role": "user", "content": "6*7?"}
     [schema] = kwargs["tools"]
     for messages in ([question], [{"role": "system", "content": "Be brief."}, question]):
@@ -133,3 +133,13 @@ def test_that_the_policy_reads_nothing_of_a_tool_is_told(calculator, form, templ
     tokenizer.chat_template = template
     assert [*describe_tools(replace(calculator, format=form), tokenizer)] == ["tools"]
     assert "so the policy reads nothing of calculator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("prompt", "is_told"), [("6*7?", True), ([{"role": "user", "content": "6*7?"}], False)])
+def test_that_a_text_shows_no_tools_is_told(calculator, prompt, is_told, monkeypatch, capsys):
+    monkeypatch.setattr("configs.errors.noticed", set())
+    episodes = ToolEpisodes(calculator, build_tokenizer())
+    for _ in range(2):
+        episodes.check({"raw_prompt": prompt})
+    said = capsys.readouterr().err
+    assert said.count("texts show no tools: give chat messages, or say there how calculator are called") == is_told

@@ -28,6 +28,7 @@ from tests.test_chat import TEMPLATES, tokenizer_with
 from tests.test_chat_families import FAMILIES, template_of
 from training.environment import begin_episodes, load_agents
 from training.metric_utils import compute_data_metrics
+from training.preparation import rows_to_score
 from training.reward import add_scores
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
@@ -266,11 +267,19 @@ def test_a_loop_of_a_yaml_gets_its_settings_and_verls_arguments(tmp_path: Path):
     assert TOKENIZER.decode(batch.responses[0, :2]) == "12" and batch.response_mask.sum() == 4
     batch = played("new", config=config)
     assert TOKENIZER.decode(batch.responses[0, :1]) == "1" and batch.response_mask.sum() == 1
-    assert batch.tries.tolist() == [1] and batch.end_reason[0] == "max_tokens"
+    assert batch.tries.tolist() == [1] and batch.end_reason[0] == "answer_cut"  # of 24
     agents = load_agents(config.actor_rollout_ref.rollout.agent)
     assert agents["old"].cls.ready == 1 and [*agents][-2:] == ["old", "new"]
     config = settings(f"actor_rollout_ref.rollout.agent.custom_agent_loop_loader={tmp_path}/my_loops.py:load")
     assert TOKENIZER.decode(played("loaded", config=config).responses[0, :2]) == "12"
+
+
+def test_rows_of_loops_may_bring_their_scores_and_need_no_reward():
+    register("looker")(Looker)
+    rows = {0: {}, 1: {"agent_name": "looker"}, 2: {"agent_name": "tool_agent"}, 3: {"agent_name": "single_turn_agent"}}
+    assert [*rows_to_score(AgentConfig(default_agent_loop="looker"), rows)] == [2, 3]
+    assert [*rows_to_score(AgentConfig(), rows)] == [0, 2, 3]
+    assert [*rows_to_score(AgentConfig(default_agent_loop="workers.agents.episode.SingleAnswer"), rows)] == [0, 2, 3]
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -311,6 +320,31 @@ def test_failures_of_a_loop_are_those_of_any_episode(blocks):
     }.items():  # fmt: skip
         assert words in said[kind], said[kind]
     assert batch.response_mask.sum(1).tolist() == [3, 3, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("hold", ["hold(0.3)", "asyncio.gather(hold(0.15), hold(0.15))"])
+def test_a_loop_that_holds_all_up_takes_no_time_from_the_others_and_is_named_once(tmp_path, hold, monkeypatch, capsys):
+    """Nine of thirteen, with a second each, hold all up for 2.7 s; two, one of which does so too, take too long."""
+    monkeypatch.setattr("workers.agents.user_code.LATE", 0.05)
+    (tmp_path / "mine.py").write_text(f"""
+import asyncio, time
+from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput
+async def hold(seconds): time.sleep(seconds)
+class Mine(AgentLoopBase):
+    async def run(self, sampling_params, raw_prompt_ids, kind, **row):
+        done = await self.server_manager.generate("a", prompt_ids=raw_prompt_ids)
+        if kind == "holds":
+            await {hold}
+        await hold(2.6 * (kind == "is late"))
+        await asyncio.sleep({{"waits": 0.5, "hangs": 60}}.get(kind, 0))
+        return AgentLoopOutput(prompt_ids=raw_prompt_ids, response_ids=done, response_mask=[1] * len(done))
+""")
+    kinds = ["hangs", "is late", "waits", *["holds"] * 9, "waits"]
+    agent = f"{tmp_path}/mine.py:Mine"
+    config = settings(f"{TOOLS}.tool_timeout=1", f"actor_rollout_ref.rollout.agent.default_agent_loop={agent}")
+    batch = played(agent, count=13, config=config, kind=kinds)
+    assert batch.end_reason.tolist() == ["timeout"] * 2 + ["terminated"] * 11, batch.failure
+    assert capsys.readouterr().err.count(f"mine.py:Mine computes or waits without await (at {tmp_path}/mine.py:4)") == 1
 
 
 def test_an_episode_by_path_is_played_by_the_loop(tmp_path: Path):

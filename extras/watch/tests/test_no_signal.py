@@ -68,6 +68,10 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
         ({**TEACHES, "critic/score/mean": 0.004}, "^nearly every response scores 0. The reward is the same"),
         ({**TEACHES, "critic/score/mean": 0.99}, "^nearly every response scores 1. .* or the task is mastered"),
         (TIES | FULL, "^most episodes end for want of room, 70% with .* context_full and 20% .*Raise data.max_respo"),
+        (
+            {**TIES, **FULL, "end_reason/context_full": 0.1, "end_reason/answer_cut": 0.7},
+            "own limit has cut, 70%.*per_t",
+        ),
         ({**TIES, "end_reason/max_tokens": 1.0}, "^every response scores 0"),  # an answer of one token ends so
         ({**TIES, "reward/timeout": 3.0, "reward/error": 1.0}, "^3 responses were not scored in time, and 1 by an"),
         ({"reward/timeout": 0.0, "reward/error": 4.0}, "^0 responses were not scored in time, and 4 by an error"),
