@@ -260,7 +260,7 @@ def test_a_stop_id_of_a_request_does_not_stand_for_the_end_of_a_turn(tmp_path: P
 
 
 def test_one_call_is_answered_where_one_is_asked_for_and_none_where_none_is(tmp_path: Path):
-    """As vLLM's server does: the prompt shows the tools in any case, so that all turns are of one row."""
+    """Answers are those of vLLM's server: the prompt shows the tools in any case, so that all turns are of one row."""
     program = within(tmp_path, """
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
         for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
@@ -337,8 +337,8 @@ class Seeded(Scripted):
 
 
 def test_two_runs_are_equal_where_a_program_asks_at_once(tmp_path: Path):
-    """For one worker and for two, where requests come in another order each time: votes of one prompt, two that go on
-    from one answer, and sub-agents."""
+    """One worker and two give the same rows, though requests come in another order each time: votes of one prompt, two
+    that go on from one answer, and sub-agents."""
     agent = function(tmp_path, """
         import asyncio, openai
         from random import SystemRandom

@@ -187,7 +187,7 @@ class Seeded(Scripted):
 
 
 def test_what_is_asked_at_once_is_drawn_by_what_is_asked():
-    """Of two loops that ask two prompts, one of them twice, in another order; each row has draws of its own."""
+    """Two loops ask two prompts, one of them twice, in another order; each row has draws of its own."""
 
     def rows_of(order: list[str]) -> list[Any]:
         @register(f"asks {order}")
