@@ -191,7 +191,7 @@ def check_rows(
     """
     agents, dataset = load_agents(rollout.agent), loader.dataset
     if isinstance(dataset, RLHFDataset) and dataset.rows and gives_rows_as_they_are(dataset):
-        rows = enumerate(dataset.rows)
+        rows = enumerate({"raw_prompt": row.get(dataset.prompt_key), **row} for row in dataset.rows)
     else:
         rows = ((position, loader.row(position)) for position in positions if not isinstance(dataset, StateDataset))
     for position, row in rows:
