@@ -105,9 +105,9 @@ class ToolParser:
         """Raises ValueError if no parser has that name, or it cannot parse; lists those that there are."""
         known = [*ToolParser.registry, *present("format")]
         if name not in known:
-            own = f"one of yours stands under @ToolParser.register({name!r}) in a file of model.external_lib"
+            remedy = f"one of yours stands under @ToolParser.register({name!r}) in a file of model.external_lib"
             known = f"{did_you_mean(name, known)} There are {', '.join(known)}"
-            raise ValueError(f"Unknown tool parser: {name!r}.{known}; {own}.")
+            raise ValueError(f"Unknown tool parser: {name!r}.{known}; {remedy}.")
         parser = ToolParser.registry.get(name) or find("format", name)
         if (parser.parse, parser.extract_tool_calls) == (ToolParser.parse, ToolParser.extract_tool_calls):
             raise ValueError(f"the tool parser {name!r}, {parser.__name__}, defines no parse(answer, schemas).")

@@ -262,7 +262,7 @@ def by_chat(url: str, stream: bool) -> Iterator[tuple]:
 
 
 def by_responses(url: str, stream: bool) -> Iterator[tuple]:
-    """The same agent of OpenAI's Responses, which gives each result right behind its call."""
+    """An agent of OpenAI's Responses like `by_chat`; it gives each result right behind its call."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
     items = [*CHAT]
     while True:
@@ -285,7 +285,7 @@ def by_responses(url: str, stream: bool) -> Iterator[tuple]:
 
 
 def by_messages(url: str, stream: bool) -> Iterator[tuple]:
-    """The same agent of Anthropic's Messages."""
+    """An agent of Anthropic's Messages like `by_chat`."""
     anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=url if stream else f"{url}/v1", api_key="x", max_retries=0)
     messages = [*CHAT]
