@@ -118,8 +118,8 @@ def read_rows(
     sources = [data_files] if isinstance(data_files, str | Path) else list(data_files)
     rows = []
     for source in sources:
-        name, found = read_source(source, key)
-        for origin, row in found:
+        name, entries = read_source(source, key)
+        for origin, row in entries:
             if not isinstance(row, BadRow):
                 rows.append((origin._replace(source=name), standard_names(row)))
             elif bad is None:
