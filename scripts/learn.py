@@ -256,9 +256,14 @@ def start_model(config: Config, course: Course) -> str:
 
 
 def demonstrations(course: Course, seen: Look, number: int) -> Path:
-    """Writes what is imitated in a round, other states in each: the best moves that are known."""
+    """Writes what is imitated in a round, other states in each: the best moves that are known.
+
+    There are as many as the time allows, by the seconds that a row took in the round before, or a move in the look.
+    """
     player, settings = course.labels if seen.settings else "random", [*course.settings, *seen.settings]
-    count = max(LEAST_ROWS, min(course.rows, int(FOR_LABELS * 60 * course.minutes / seen.seconds)))
+    before = course.results.get(f"demonstrations {number - 1}")
+    seconds = max(before["seconds"], 0.1) / before["result"] if before else seen.seconds
+    count = max(LEAST_ROWS, min(course.rows, int(FOR_LABELS * 60 * course.minutes / seconds)))
     options = ["--player", player, "--rows", str(count), "--round", str(number)]
     rows = course.path(f"demonstrations_{number}", [*options, *settings]).with_suffix(".jsonl")
     options += ["--output", str(rows)]
