@@ -201,12 +201,8 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
         imitate_in_rounds(course, seen, rows)
     stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
     for name, settings in stages.items():
-        if name == "states" and not seen.repeatable:
-            continue
-        if course.seconds_left > LEAST_LEFT * 60 * course.minutes and not (
-            seen.is_sure and seen.is_mastered_by(course.value)
-        ):
-            consider(course, name, reinforce(course, name, settings))
+        if course.seconds_left > LEAST_LEFT * 60 * course.minutes and (name == "episodes" or seen.repeatable):
+            reinforce_in_rounds(course, seen, name, settings)
     return summarise(course, seen, before)
 
 
@@ -240,6 +236,17 @@ def imitate_in_rounds(course: Course, seen: Look, rows: Path) -> None:
         if idle == 2 or is_last or seen.is_mastered_by(course.value):
             return
         files.append(demonstrations(course, seen, number + 1))
+
+
+def reinforce_in_rounds(course: Course, seen: Look, name: str, settings: Sequence[str]) -> None:
+    """Reinforces the best model as long as that gains, until the best moves are mastered or time is short."""
+    for number in itertools.count(1):
+        if seen.is_sure and seen.is_mastered_by(course.value):
+            return
+        stage = f"{name} {number}"
+        gains = consider(course, stage, reinforce(course, stage, settings))
+        if not gains or course.is_short_of(stage):
+            return
 
 
 def start_model(config: Config, course: Course) -> str:
@@ -312,7 +319,7 @@ def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> s
 def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
     rate = f"actor_rollout_ref.actor.optim.lr={RATES[course.weights][1]}"
     settings = [*with_model(course.model), rate, *GENTLE, *settings]
-    folder = course.path(name, [*settings, *course.settings])
+    folder = course.path(name.replace(" ", "_"), [*settings, *course.settings])
     course.train(name, [*settings, f"trainer.default_local_dir={folder}"])
     step = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
     return str(folder / f"global_step_{step}" / "actor" / "huggingface")
