@@ -227,11 +227,15 @@ def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
 
 
 def imitate_in_rounds(course: Course, seen: Look, rows: Path) -> None:
-    """Imitates more and more rows, until the game is mastered, two rounds in a row gain nothing, or time is short."""
-    model, files, idle = course.model, [rows], 0
+    """Imitates more and more rows, until the game is mastered, two rounds in a row gain no more, or time is short.
+
+    Where the best moves are known for sure, time alone ends it: nothing else could teach better ones.
+    """
+    model, files, idle, started_as = course.model, [rows], 0, course.model
     for number in itertools.count(1):
         model = imitate(course, model, files, number)
-        idle = 0 if consider(course, f"imitation {number}", model) else idle + 1
+        gains = consider(course, f"imitation {number}", model)
+        idle = 0 if gains or seen.is_sure or course.model == started_as else idle + 1
         is_last = course.is_short_of(f"demonstrations {number}", f"imitation {number}") or not seen.settings
         if idle == 2 or is_last or seen.is_mastered_by(course.value):
             return
