@@ -40,9 +40,7 @@ def tracker(bypass_mode=False, **rho):
     actor = SimpleNamespace(log_prob=-1.0, asked=[], compute=compute)
     trainer, rollout = SimpleNamespace(spo=SPOConfig(rho=RhoConfig(**rho))), SimpleNamespace(temperature=1.0)
     algorithm = {"rollout_correction": SimpleNamespace(bypass_mode=bypass_mode)}
-    config = SimpleNamespace(
-        trainer=trainer, algorithm=algorithm, actor_rollout_ref=SimpleNamespace(rollout=rollout)
-    )
+    config = SimpleNamespace(trainer=trainer, algorithm=algorithm, actor_rollout_ref=SimpleNamespace(rollout=rollout))
     return SuccessTracker(SimpleNamespace(config=config, actor=actor)), actor
 
 
