@@ -305,7 +305,8 @@ def read_json_lines(file: str, content: bytes) -> Iterator[Found]:
 
 
 def as_found(origin: Origin, value: Any) -> Found:
-    bad = f"{origin.place} is {reprlib.repr(value)}; a row must be a JSON object."
+    place = f"{origin.file}, line {origin.line}" if origin.line else origin
+    bad = f"{place} is {reprlib.repr(value)}; a row must be a JSON object."
     return origin, value if isinstance(value, dict) else BadRow(origin, bad)
 
 
