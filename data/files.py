@@ -82,7 +82,7 @@ def dispensable(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def needed(folder: str | Path) -> Iterator[None]:
+def indispensable(folder: str | Path) -> Iterator[None]:
     """Raises ConfigError, a line, if the disk is full; for files in a run's folder without which it does not begin."""
     try:
         yield

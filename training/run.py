@@ -18,7 +18,7 @@ from configs.checks import plural
 from configs.process import Requests, end_by, in_notebook, in_words
 from configs.schema import Config
 from configs.settings import LAST
-from data.files import FolderLost, check_is_ours, needed, rewrite
+from data.files import FolderLost, check_is_ours, indispensable, rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import rng_state, set_rng_state
@@ -120,7 +120,7 @@ class Run:
         clear_leftovers(self.folder)
         with self.observers:
             self.resume()
-            with needed(self.folder):
+            with indispensable(self.folder):
                 if self.global_step >= self.total_steps:
                     print(nothing_left(self.global_step, self.total_steps, self.validation))
                 else:

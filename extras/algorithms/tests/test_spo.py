@@ -75,7 +75,7 @@ def test_counters_forget_by_how_far_the_policy_has_moved_on_the_answer_that_is_k
 
 
 def test_an_engines_rounding_is_no_movement_of_the_policy():
-    """In bypass mode the old log-probs are the engine's, here 0.3 nats off; the policy moves by 0.06 once."""
+    """The old log-probs of bypass mode are the engine's, here 0.3 nats off; the policy moves by 0.06 once."""
     stage, actor = tracker(bypass_mode=True, clip_lower=0.3)
     for log_prob, moved in ((-1.0, 0.0), (-1.0, 0.0), (-1.06, 0.06), (-1.06, 0.0)):
         actor.log_prob = log_prob

@@ -147,7 +147,7 @@ def test_matrices_of_lora_are_not_merged_without_the_weights(tiny_model, tmp_pat
 
 
 def test_links_out_of_a_checkpoint_are_not_followed(tiny_model, tmp_path, capsys):
-    """They would become files of the model, and --push_to_hub would publish them."""
+    """A link's target would become a file of the model, and --push_to_hub would publish it."""
     saved_engine(tiny_model, saved := tmp_path / "saved", (-1, 1), False)
     huggingface = saved / "huggingface"
     (secrets := tmp_path / "secrets").mkdir()
