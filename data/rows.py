@@ -307,7 +307,8 @@ def read_json_lines(file: str, content: bytes) -> Iterator[Found]:
 def as_found(origin: Origin, value: Any) -> Found:
     if isinstance(value, dict):
         return origin, value
-    return origin, BadRow(origin, f"{origin} is {reprlib.repr(value)}; a row must be a JSON object.")
+    place = f"{origin.file}, line {origin.line}" if origin.line else origin
+    return origin, BadRow(origin, f"{place} is {reprlib.repr(value)}; a row must be a JSON object.")
 
 
 def read_csv(file: str, text: str) -> Iterator[Found]:
