@@ -51,6 +51,11 @@ class Best(Observer):
             new.symlink_to(f"global_step_{best}")
             new.replace(self.run.folder / LINK)
 
+    def ended(self, error: BaseException | None) -> None:
+        for step in self.best_saved() if error is None else ():
+            value = f"{self.saving.metric} {self.saving.in_words(step)}"
+            print(f"{self.run.folder / LINK} is global_step_{step}, of the best validation: {value}.")
+
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
         self.saving.take(step, metrics)
         self.stopping.take(step, metrics)
