@@ -53,8 +53,8 @@ class Best(Observer):
 
     def ended(self, error: BaseException | None) -> None:
         for step in self.best_saved() if error is None else ():
-            value = f"{self.saving.metric} {self.saving.in_words(step)}"
-            print(f"{self.run.folder / LINK} is global_step_{step}, of the best validation: {value}.")
+            why = f"{self.saving.key}={self.saving.metric}: {self.saving.in_words(step)}"
+            print(f"{LINK}: {self.run.folder / f'global_step_{step}'} ({why}).")
 
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
         self.saving.take(step, metrics)

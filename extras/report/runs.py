@@ -275,7 +275,7 @@ def group_name(runs: Sequence[RunRecord]) -> str:
     words = zip(*(re.findall(r"[-_, /]*[^-_, /]+", run.name) for run in runs), strict=False)
     common = [word for word, *others in words if {*others} == {word} and word.strip("-_, /").lower() != "seed"]
     shared = "".join(common).lstrip("-_, /") or first.rstrip("-_., /=0123456789") or first
-    seeds = {str(run.settings.get("trainer.seed")) for run in runs}
+    seeds = {str([run.settings.get(key) for key in SEEDS]) for run in runs}
     return f"{shared} ({len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'})"
 
 

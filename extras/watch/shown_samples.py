@@ -25,7 +25,7 @@ def spread(scores: Sequence[float], count: int) -> list[int]:
 
 
 def print_samples(title: str, batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
-    """Prints `count` samples of a scored batch, from best to worst: dim what is shown, bold » what the policy says «."""
+    """Prints `count` samples of a scored batch, from best to worst: dim what it was shown, bold » its words «."""
     episodes, console = EpisodeRows(batch), Console()
     scores = episodes.scores().tolist()
     numbers = spread(scores, count)
