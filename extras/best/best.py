@@ -60,6 +60,11 @@ class Best(Observer):
                 text = f"{link} cannot name the best checkpoint, global_step_{best} now, and is left as it is"
                 notice_once(f"{text}: {error.strerror}. The run goes on without it.", link)
 
+    def ended(self, error: BaseException | None) -> None:
+        for step in self.best_saved() if error is None else ():
+            why = f"{self.saving.key}={self.saving.metric}: {self.saving.in_words(step)}"
+            print(f"{LINK}: {self.run.folder / f'global_step_{step}'} ({why}).")
+
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
         self.saving.take(step, metrics)
         self.stopping.take(step, metrics)

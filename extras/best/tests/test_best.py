@@ -49,6 +49,7 @@ def test_only_validations_that_are_the_best_so_far_are_saved(run, capsys):
     said = capsys.readouterr().out
     assert f"and after each validation with the best {SUMS} so far a checkpoint of" in said
     assert "They are older than the run's end: step 4 is lost" in said
+    assert said.splitlines()[-1] == f"best: {folder}/global_step_3 (trainer.save_best={SUMS}: 0.3000)."
 
 
 def test_a_run_without_progress_ends_early_and_again_when_it_is_resumed(run, capsys):
