@@ -698,7 +698,7 @@ def test_a_program_in_the_sandbox_reaches_the_policy_and_nothing_else(tmp_path: 
 
 def test_programs_end_with_a_worker_that_is_killed(tmp_path: Path):
     sleeper = "import asyncio, json, os, sys\nfrom extras.sessions.host import Running, host_of\n" + dedent(f"""
-        task = dict(base_url="", api_key="of this test")
+        task = dict(base_url="", api_key="of-this-test")
         host = host_of(os.getpid())
         script = "setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 600' & sleep 600"
         start = Running.start(host, ["sh", "-c", script], task)
