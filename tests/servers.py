@@ -1,8 +1,9 @@
-"""A server on loopback, for tests: it answers by a function."""
+"""A server on loopback, for tests, that answers by a function; and a client that says what it likes."""
 
 import json
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -46,3 +47,32 @@ def answering(
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def spoken(address: str, *sent: bytes) -> bytes:
+    """Reads the server's answer to bytes that are sent to it, until it hangs up."""
+    with socket.create_connection(address.removeprefix("http://").split(":")) as connection:
+        for part in sent:
+            connection.sendall(part)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@contextmanager
+def flood(address: str, texts: list[bytes]) -> Iterator[list[socket.socket]]:
+    """Connections to a server, each of which has sent one of the texts, and sends no more."""
+    with ExitStack() as stack:
+        opened = []
+        for text in texts:
+            opened.append(stack.enter_context(socket.create_connection(address.removeprefix("http://").split(":"))))
+            opened[-1].sendall(text)
+        yield opened
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.settimeout(0.2)
+    try:
+        return bool(connection.recv(1))
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False

@@ -1,8 +1,8 @@
 """An OpenAI-compatible API over one engine: /v1/models, /v1/completions, /v1/chat/completions, streaming or not.
 
 Requests of all clients share the engine's batch (workers/engine_pump.py). What cannot be answered is refused by 4xx in
-OpenAI's form of errors, before anything is generated. A client may be hostile: its key is looked at before its body is
-read, whatever it sends has a bound and a deadline, and prompts are encoded beside the event loop.
+OpenAI's form of errors, before anything is generated. A client may be hostile: gate.py lets its requests in, what they
+hold has bounds, and prompts are encoded beside the event loop.
 """
 
 import asyncio
@@ -24,17 +24,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as ASGIMessage
 from transformers import PreTrainedTokenizerBase
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from data.chat import Prompt, as_messages, encode_prompt, parse_prompt, tool_kwargs
 from data.seeding import derive_seed
 from data.tool_parsers import HermesParser, ToolParser
 from data.types import Message
 from extras.server.bodies import (
-    MOST_BYTES,
     MOST_CHOICES,
     ChatBody,
     CompletionBody,
@@ -48,16 +44,16 @@ from extras.server.bodies import (
     with_text,
 )
 from extras.server.dialects import model_card, serve_dialects
+from extras.server.gate import CLIENT_GONE, Gate, server_config
 from extras.server.refusals import TooLong, error_body, refuse, refuse_body
 from extras.server.streaming import StreamingEngine
 from workers.engine_pump import EngineError
 
 LOOK_SECONDS = 0.5  # between checks whether a client that waits for a whole answer is still there
-CLIENT_GONE = 499  # nobody reads it
+MOST_BYTES = 2 << 20  # of a body
 MOST_OPEN = 8192  # choices of all requests together that wait or are generated
 RETRY_SECONDS = 5  # after which a request may come again for which there was no room
 ROLES = ("system", "developer", "user", "assistant", "tool")
-HEADER_SECONDS, BODY_SECONDS = 20, 60  # that a client may take to send them
 TEMPLATE_ERRORS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError)  # of what a client sent
 
 
@@ -92,88 +88,25 @@ class Served:
         return self.context * max(map(len, self.tokenizer.get_vocab()))
 
 
-class HTTPProtocol(H11Protocol):
-    """HTTP with HEADER_SECONDS for clients to send their headers; h11 bounds the headers' length."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self.loop.call_later(HEADER_SECONDS, self.hang_up_on_silence, None)
-
-    def hang_up_on_silence(self, before: object) -> None:
-        """Hangs up if nothing was asked since the request `before`, which is answered; looks again later."""
-        if self.transport.is_closing():
-            return
-        waits = self.cycle is None or self.cycle.response_complete
-        if waits and self.cycle is before:
-            self.transport.close()
-        else:
-            self.loop.call_later(HEADER_SECONDS, self.hang_up_on_silence, self.cycle if waits else None)
-
-
 def http_server(served: Served, **settings: Any) -> uvicorn.Server:
     """Builds the server of the API; `settings` are uvicorn's."""
-    return uvicorn.Server(uvicorn.Config(build_app(served), http=HTTPProtocol, ws="none", **settings))
+    return uvicorn.Server(server_config(build_app(served), **settings))
 
 
-class Gate:
-    """Passes requests with the right key on to `app`, with a body of at most MOST_BYTES in BODY_SECONDS. The choices
-    that a request was admitted with, in its `scope`, are released when it ends."""
-
-    def __init__(self, app: ASGIApp, served: Served) -> None:
-        self.app, self.api_key, self.open = app, served.api_key, served.open
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        try:
-            self.check_key(scope["path"], headers)
-            body = await read_body(headers, receive)
-        except HTTPException as error:
-            return await (await refuse(None, error))(scope, receive, send)
-        messages = [{"type": "http.request", "body": body}]
-
-        async def replay() -> ASGIMessage:
-            return messages.pop() if messages else await receive()
-
-        scope["choices"] = admitted = []
-        try:
-            return await self.app(scope, replay, send)
-        finally:
-            self.open["choices"] -= sum(admitted)
-
-    def check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """Raises HTTPException unless the key in the headers is right, if one is asked for."""
-        if self.api_key is None or not path.startswith("/v1"):
-            return
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        token = token if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # of Anthropic's clients
-        if not secrets.compare_digest(token, self.api_key.encode()):
-            raise HTTPException(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY")
-
-
-async def read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes:
-    """Returns the body of a request; raises HTTPException if it is too long, or does not come to its end in time."""
-    body, more, size = bytearray(), True, int(headers.get(b"content-length", 0))
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while more and max(size, len(body)) <= MOST_BYTES:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise HTTPException(CLIENT_GONE, "the client has left")
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-    except TimeoutError as error:
-        raise HTTPException(408, f"the body has not come within {BODY_SECONDS} seconds") from error
-    if max(size, len(body)) > MOST_BYTES:
-        raise HTTPException(413, f"the body has more than {MOST_BYTES} bytes: send fewer prompts at a time")
-    return bytes(body)
+def check_key(api_key: str | None, path: str, headers: dict[bytes, bytes]) -> None:
+    """Raises HTTPException unless the key in the headers is right, if one is asked for."""
+    if api_key is None or not path.startswith("/v1"):
+        return
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    token = token if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # of Anthropic's clients
+    if not secrets.compare_digest(token, api_key.encode()):
+        raise HTTPException(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY")
 
 
 def build_app(served: Served) -> FastAPI:
     """Returns the API as an ASGI application."""
     app = bare_app()
-    app.add_middleware(Gate, served=served)
+    app.add_middleware(Gate, check=partial(check_key, served.api_key), most=MOST_BYTES)
 
     @app.get("/health")
     async def health() -> Json:
@@ -281,7 +214,7 @@ def admit(served: Served, choices: int, request: Request) -> None:
         detail = f"the server is busy with {served.open['choices']} choices, and takes {MOST_OPEN} at once"
         raise HTTPException(503, f"{detail}: come again later", {"Retry-After": str(RETRY_SECONDS)})
     served.open["choices"] += choices
-    request.scope["choices"].append(choices)
+    request.scope["ending"].callback(served.open.subtract, choices=choices)
 
 
 async def answer(

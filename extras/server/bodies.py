@@ -24,7 +24,6 @@ from data.types import Completion, SamplingParams
 from extras.server.streaming import Piece
 from workers.rollout import COLDEST
 
-MOST_BYTES = 2 << 20  # of a body
 MOST_CHOICES = 256  # of a request: prompts times n
 MOST_FIELDS = 100
 TOKENS = 1 << 31  # no model has as many

@@ -1,7 +1,8 @@
 """Serves the sessions of this process, and runs programs that end with it.
 
 One server in a thread, at a free port of 127.0.0.1, has a session for each episode under way: /s/ID/v1 is its base_url.
-The ID cannot be guessed, and is the key. A process beside it kills what programs have started when this one dies.
+The ID cannot be guessed, and is the key. A process beside it kills what a program has left behind when it has ended,
+and all of them when this one dies.
 """
 
 import asyncio
@@ -28,21 +29,35 @@ from extras.sandbox.run import FencedCommand
 from extras.server.app import bare_app
 from extras.server.bodies import ChatBody, CompletionBody, Json
 from extras.server.dialects import model_card, serve_dialects
+from extras.server.gate import Gate, server_config
 from extras.sessions.session import Session
 
+MOST_BYTES = 64 << 20  # of a body, which may hold a long history with images
 KEPT = 1 << 16  # bytes of the end of what a program writes
 LOOK_SECONDS = 0.02  # between two checks whether a program has ended
 READ_SECONDS = 1  # to read its last output then
-WARDEN = """
-import os, signal, sys
-groups = set()
-for line in sys.stdin:
-    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+WARDEN = r"""
+import os, signal
+from contextlib import suppress
+from glob import iglob
+from itertools import chain
+def end(marks):
+    looks = [iglob("/proc/[0-9]*/environ") for _ in "12" if marks]  # the first may meet one that forks
+    for file in chain(*looks):
+        with suppress(OSError), open(file, "rb") as variables:
+            if not marks.isdisjoint(variables.read().split(b"\0")):
+                os.kill(int(file.split("/")[2]), signal.SIGKILL)
+programs, rest = set(), b""
+while piece := os.read(0, 1 << 16):
+    *lines, rest = (rest + piece).split(b"\n")
+    words = [line.split() for line in lines]
+    for sign, *program in words:
+        (programs.add if sign == b"+" else programs.discard)(tuple(program))
+    end({mark for sign, _, mark in words if sign == b"-"})
+for group, _ in programs:
+    with suppress(OSError):
+        os.killpg(int(group), signal.SIGKILL)
+end({mark for _, mark in programs})
 """
 
 
@@ -60,9 +75,7 @@ class Host:
         self.loop, _ = start_loop()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = listener.getsockname()[1]
-        self.app = uvicorn.Config(
-            build_app(self.sessions), log_config=None, log_level="error", lifespan="off", ws="none"
-        )
+        self.app = server_config(build_app(self.sessions), log_config=None, log_level="error", lifespan="off")
         asyncio.run_coroutine_threadsafe(uvicorn.Server(self.app).serve([listener]), self.loop)
         warden = subprocess.Popen([sys.executable, "-IS", "-c", WARDEN], stdin=subprocess.PIPE, start_new_session=True)
         self.warden = warden.stdin
@@ -78,9 +91,10 @@ class Host:
             del self.sessions[key]
             session.over.set_result(None)
 
-    def watch(self, sign: str, group: int) -> None:
+    def watch(self, sign: str, group: int, mark: str) -> None:
+        """Tells the warden that a program, whose children have the variable `mark`, begins ("+") or has ended ("-")."""
         with suppress(OSError):  # at the end of this process
-            self.warden.write(f"{sign}{group}\n".encode())
+            self.warden.write(f"{sign} {group} {mark}\n".encode())
             self.warden.flush()
 
 
@@ -98,6 +112,11 @@ def build_app(sessions: dict[str, Session]) -> FastAPI:
         if key not in sessions:
             raise HTTPException(404, f"there is no session {key}: its episode is over, or never was")
         return sessions[key]
+
+    def session_at(path: str, _: object) -> Session:
+        return session_of(path.removeprefix("/s/").partition("/")[0] or path)
+
+    app.add_middleware(Gate, check=session_at, most=MOST_BYTES)
 
     @app.get("/s/{key}/v1/models")
     async def models(key: str) -> Json:
@@ -141,8 +160,8 @@ class Running:
         ending: is done when it has ended, and what it wrote is read.
     """
 
-    def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
-        self.host, self.process, self.is_over = host, process, False
+    def __init__(self, host: Host, process: asyncio.subprocess.Process, key: str) -> None:
+        self.host, self.process, self.mark, self.is_over = host, process, f"OPENAI_API_KEY={key}", False
         self.fence: FencedCommand | None = None
         self.server: uvicorn.Server | None = None  # in the sandbox
         self.sessions: set[Session] = set()
@@ -150,7 +169,7 @@ class Running:
         pipes = (process.stdout, self.output), (process.stderr, self.errors)
         self.readers = [asyncio.ensure_future(keep_end(*pipe)) for pipe in pipes]
         self.ending = asyncio.ensure_future(self._wait())
-        host.watch("+", process.pid)
+        host.watch("+", process.pid, self.mark)
 
     @classmethod
     async def start(cls, host: Host, words: list[str], task: Json, fenced: bool = False) -> "Running":
@@ -162,9 +181,10 @@ class Running:
             session |= {name.replace("OPENAI", "ANTHROPIC"): value for name, value in session.items()}
         if not fenced:
             options = {"env": program_environment() | session, "start_new_session": True}
-            return cls(host, await asyncio.create_subprocess_exec(*words, **pipes, **options))
+            return cls(host, await asyncio.create_subprocess_exec(*words, **pipes, **options), task["api_key"])
         fence = FencedCommand(words, session, host.port)
-        running = cls(host, await asyncio.create_subprocess_exec(*fence.words, **pipes, **fence.arguments))
+        process = await asyncio.create_subprocess_exec(*fence.words, **pipes, **fence.arguments)
+        running = cls(host, process, task["api_key"])
         running.fence = fence
         try:
             listener = await asyncio.to_thread(fence.listener)
@@ -183,25 +203,32 @@ class Running:
         for reader in self.readers:
             reader.cancel()
 
-    def last_line(self) -> str:
-        """Returns the last line of its output; raises RuntimeError if it failed."""
+    def check_status(self) -> None:
+        """Raises RuntimeError if it failed."""
         if status := self.process.returncode:
             how = f"exit code {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
             raise RuntimeError(f"it ended with {how}; its last lines: {last_lines(self.errors, 3) or 'none'}")
-        return last_lines(self.output, 1)
+
+    def last_line(self) -> str:
+        """Returns the last line of its output; raises RuntimeError if more was written than is kept of a line."""
+        lines = self.output.rstrip().splitlines()
+        if len(lines) < 2 and len(self.output) == KEPT:
+            size = f"its last line has {KEPT} bytes or more, and is not read for a reward"
+            raise RuntimeError(f"{size}: POST that to reward_url, or print it as a line of its own")
+        return lines[-1].decode("utf-8", "replace").strip() if lines else ""
 
     def tell(self, task: Json) -> None:
         """Writes a task to its stdin, as a line."""
         self.process.stdin.write(json.dumps(task, default=as_json).encode() + b"\n")
 
     def end(self) -> None:
-        """Kills it, and all that it started and left in its group."""
+        """Kills it, and all that it started and left in its group, or in others with its variables."""
         if self.is_over:
             return
         self.is_over = True
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.host.watch("-", self.process.pid)
+        self.host.watch("-", self.process.pid, self.mark)
         if self.server is not None:
             self.server.should_exit = self.server.force_exit = True
         if self.fence is not None:

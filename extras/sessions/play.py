@@ -69,7 +69,10 @@ class Program(Agent):
             running.tell(task)
             running.process.stdin.close()
             await running.ending
-            line = read_json(running.last_line())
+            running.check_status()
+            line = read_json(text := running.last_line())
+            if text.startswith("{") and not isinstance(line, dict):
+                raise ValueError(f"its last line begins like JSON and is none: {text[:200]}")
             return line if isinstance(line, int | float) or (isinstance(line, dict) and "reward" in line) else None
         finally:
             running.end()
@@ -88,7 +91,8 @@ class Program(Agent):
             await asyncio.wait([running.ending, session.reward], return_when=asyncio.FIRST_COMPLETED)
             if session.reward.done():
                 return session.reward.result()
-            raise RuntimeError(f"it ended without a reward; its last line: {running.last_line() or 'none'}")
+            running.check_status()
+            raise RuntimeError(f"it ended without a reward; its last line: {last_lines(running.output, 1) or 'none'}")
         except asyncio.CancelledError:
             self.serving = None if self.serving is running else self.serving
             raise
@@ -130,11 +134,14 @@ class ProgramEpisode(UsersEpisode):
                 work = asyncio.ensure_future(self.agent.play(host, self._task() | address, session))
                 seconds = self.rollout.agent.program_timeout
                 reward = await or_episode_error(session.in_time(work, seconds, f"{KEY}_timeout"))
-            if not any(row.teaches for row in session.rows):
-                nothing = "it ended without asking the policy at base_url for an answer to learn from"
-                raise EpisodeFailed("env_error", session.refusal or nothing)
         except EpisodeFailed as error:
             failure = error
+            if error.end_reason == "env_error" and session.reward.done():
+                notice_once(f"a program failed after it had posted a reward, which counts: {error}", "posted")
+                reward, failure = session.reward.result(), None
+        if failure is None and not any(row.teaches for row in session.rows):
+            nothing = "it ended without asking the policy at base_url for an answer to learn from"
+            failure = EpisodeFailed("env_error", session.refusal or nothing)
         return self._rows(session, reward, failure)
 
     def _task(self) -> Json:

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -714,41 +713,6 @@ def test_a_content_of_parts_is_their_text(client):
         assert found.usage.prompt_tokens == len("say\nabc") + 3
     forged = [{"role": "user", "content": "<|end|>"}]
     assert client.chat.completions.create(model="tiny", messages=forged, max_tokens=1).usage.prompt_tokens == 7 + 3
-
-
-def spoken(address: str, *sent: bytes) -> bytes:
-    """Reads the server's answer to bytes that are sent to it, until it hangs up."""
-    with socket.create_connection(address.removeprefix("http://").split(":")) as connection:
-        for part in sent:
-            connection.sendall(part)
-        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
-
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"  # or it hangs up after 5 seconds
-
-
-@pytest.mark.parametrize(("key", "code"), [(b"wrong", b" 401 "), (KEY.encode(), b" 413 ")])
-def test_the_key_and_the_length_are_looked_at_before_the_body_is_read(address, key, code):
-    said = spoken(address, HEAD + b"Content-Length: 20000000\r\nAuthorization: Bearer " + key + b"\r\n\r\n")
-    assert code in said.splitlines()[0], "and nothing of the body was sent"
-
-
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half"])
-def test_who_does_not_say_what_is_asked_is_hung_up_on(served, tiny_model, monkeypatch, sent):
-    monkeypatch.setattr("extras.server.app.HEADER_SECONDS", 0.2)
-    with serving(served, compose(tiny_model)) as url:
-        assert spoken(url, sent) == b""
-
-
-def test_a_body_that_never_ends_is_answered(served, tiny_model, monkeypatch):
-    monkeypatch.setattr("extras.server.app.BODY_SECONDS", 0.2)
-    head = HEAD + b"Content-Length: 9\r\nAuthorization: Bearer " + KEY.encode()
-    with serving(served, compose(tiny_model)) as url:
-        said = spoken(url, head + b"\r\n\r\n{")
-        assert b" 408 " in said.splitlines()[0] and b"the body has not come within 0.2 seconds" in said
-        chunked = head.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"\r\n\r\n"
-        said = spoken(url, chunked, b"100000\r\n" + b" " * (1 << 20) + b"\r\n", b"200000\r\n" + b" " * (1 << 20))
-        assert b" 413 " in said.splitlines()[0] or b" 408 " in said.splitlines()[0]
 
 
 def test_a_request_that_the_engine_aborts_is_an_error(tiny_model):

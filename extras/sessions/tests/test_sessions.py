@@ -694,19 +694,20 @@ def test_a_program_in_the_sandbox_reaches_the_policy_and_nothing_else(tmp_path: 
 
 
 def test_programs_end_with_a_worker_that_is_killed(tmp_path: Path):
-    sleeper = "import asyncio, json, os, sys\nfrom extras.sessions.host import Running, host_of\n" + dedent("""
-        task = {"base_url": "", "api_key": ""}
+    sleeper = "import asyncio, json, os, sys\nfrom extras.sessions.host import Running, host_of\n" + dedent(f"""
+        task = dict(base_url="", api_key="of-this-test")
         host = host_of(os.getpid())
-        start = Running.start(host, ["sh", "-c", "sleep 600 & sleep 600"], task)
+        script = "setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 600' & sleep 600"
+        start = Running.start(host, ["sh", "-c", script], task)
         print(asyncio.run_coroutine_threadsafe(start, host.loop).result().process.pid, flush=True)
         sys.stdin.read()
     """)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", sleeper], **pipes, text=True) as worker:
-        group = int(worker.stdout.readline())
-        assert alive(group)
+        group, pid = int(worker.stdout.readline()), tmp_path / "pid"
+        assert alive(group) and until(lambda: pid.exists() and pid.read_text())
         worker.kill()
-    assert until(lambda: not alive(group))
+    assert until(lambda: not alive(group) and not alive(int(pid.read_text())))
 
 
 def alive(process: int) -> bool:
