@@ -218,7 +218,7 @@ def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
         "after": after,
         "sampled": sampled,
         "model": course.model,
-        "verdict": verdict(seen, after),
+        "verdict": verdict(seen, after, sampled),
         "seconds": {name: course.results[name]["seconds"] for name in course.done},
         "cpu": {name: course.results[name]["cpu"] for name in course.done},
     }
@@ -353,7 +353,14 @@ def return_of(metrics: dict[str, float]) -> float:
     return next(value for name, value in metrics.items() if re.search("(?<!/random_player)/return/mean@1$", name))
 
 
-def verdict(seen: Look, value: float) -> str:
+def verdict(seen: Look, greedy: float, sampled: float) -> str:
+    """Says how far it was learnt, and whether to play it sampled, which explores where something is hidden."""
+    gain = seen.share(seen.random + sampled - greedy)
+    advice = " Play it sampled, and not greedy: that earns more here." if gain > 0.1 else ""
+    return f"{how_far(seen, max(greedy, sampled))}{advice}"
+
+
+def how_far(seen: Look, value: float) -> str:
     """Says how far it was learnt; where it was not, what stood in the way, and what would help."""
     share, judged = seen.share(value), " ".join(seen.settings)
     own = "rows of a better player: `python -m extras.imitate --player file.py:player` (docs/learn.md)"
