@@ -355,9 +355,9 @@ def return_of(metrics: dict[str, float]) -> float:
 
 def verdict(seen: Look, greedy: float, sampled: float) -> str:
     """Says how far it was learnt, and whether to play it sampled, which explores where something is hidden."""
-    gain = seen.share(seen.random + sampled - greedy)
-    advice = " Play it sampled, and not greedy: that earns more here." if gain > 0.1 else ""
-    return f"{how_far(seen, max(greedy, sampled))}{advice}"
+    if seen.share(sampled) - seen.share(greedy) > 0.1:
+        return f"{how_far(seen, sampled)} Play it sampled, and not greedy: that earns more here."
+    return how_far(seen, greedy)
 
 
 def how_far(seen: Look, value: float) -> str:

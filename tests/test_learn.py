@@ -105,10 +105,9 @@ def test_mastery_and_shares_by_hand():
     seen = Look(random=-1.0, teacher=1.0, settings=("a=b",), repeatable=True, error=0.04, seconds=0.0)
     assert seen.share(0.0) == 0.5 and seen.share(1.5) == 1.25
     assert seen.is_mastered_by(0.9) and not seen.is_mastered_by(0.89)
-    assert "learnt: 50% of the way" in learn.verdict(seen, 0.0, 0.1) and "sampled" not in learn.verdict(seen, 0.0, 0.1)
-    assert "learnt: 75% of the way" in learn.verdict(seen, 0.0, 0.5) and "Play it sampled" in learn.verdict(
-        seen, 0.0, 0.5
-    )
+    for sampled, words in ((0.1, "learnt: 50% of the way"), (0.5, "learnt: 75% of the way")):
+        said = learn.verdict(seen, 0.0, sampled)
+        assert words in said and ("Play it sampled" in said) == (sampled > 0.2)
     unsure = Look(**{**asdict(seen), "error": 0.5})
     assert unsure.is_mastered_by(0.5) and not unsure.is_mastered_by(0.49)
     assert not Look(**{**asdict(seen), "teacher": -1.0}).is_mastered_by(5.0)
