@@ -3,16 +3,22 @@
 A section refuses what it says itself (`check` in configs/schema.py). Nothing here imports torch.
 """
 
+import ast
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError, notice
 from configs.extras import TABLE, check_present, present
-from configs.import_utils import split_object
-from configs.paths import find_path, source_files
+from configs.import_utils import source_file, split_object
+from configs.paths import check_model_path, find_path, source_files
 from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, SamplingConfig
 
+USERS_FILES = (
+    "env.path", "data.custom_cls.path", "data.sampler.class_path",
+    "reward.custom_reward_function.path", "reward.reward_manager.path",
+)  # fmt: skip
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -42,6 +48,21 @@ def check_config(config: Config, takes_objects: bool = False) -> None:
         )
     if not trainer.val_only:  # it only reads that folder
         check_output_folder(trainer.default_local_dir)
+
+
+def check_files(config: Config) -> None:
+    """Raises ValueError or FileNotFoundError if no model, or no Python, is where a setting says.
+
+    A command asks before torch is imported, which takes seconds.
+    """
+    check_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
+    for key in USERS_FILES:
+        path = attrgetter(key)(config)
+        if path and (file := source_file(path, key)):
+            try:
+                ast.parse(file.read_bytes(), file.name)
+            except (SyntaxError, ValueError) as error:
+                raise ConfigError(f"{key}={path}: {type(error).__name__}: {error}") from error
 
 
 def check_sources(key: str, files: str | list[str] | None) -> None:

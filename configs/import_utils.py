@@ -80,6 +80,17 @@ def with_key(path: str, key: str) -> str:
     return f"{key}={path}" if key else path
 
 
+def source_file(path: str, key: str = "") -> Path | None:
+    """Returns the file that `path` names, None if that is a dotted module; raises FileNotFoundError."""
+    file = find_path(path.removeprefix("file://"))
+    if path.startswith("pkg://") or not (file.suffix == ".py" or "/" in path or file.is_file()):
+        return None
+    if not file.is_file():
+        origin = with_key(path, key)
+        raise FileNotFoundError(f"{origin}: there is no file {file.absolute()}: give a path, or a dotted module.")
+    return file.resolve()
+
+
 def load_module(path: str, key: str = "") -> ModuleType:
     """Returns the module at `path`: a file (as `find_path` finds it, or "file://…"), "pkg://a.b", or "a.b".
 
@@ -91,18 +102,14 @@ def load_module(path: str, key: str = "") -> ModuleType:
     """
     for foreign in foreign_imports():
         foreign.install()
-    origin, file = with_key(path, key), find_path(path.removeprefix("file://"))
-    dotted = path.removeprefix("pkg://").replace("/", ".")
-    is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
-    if is_file and not file.is_file():
-        raise FileNotFoundError(f"{origin}: there is no file {file.absolute()}: give a path, or a dotted module.")
-    if is_file:
-        check_imports(file.resolve())
+    origin, file, dotted = with_key(path, key), source_file(path, key), path.removeprefix("pkg://").replace("/", ".")
+    if file:
+        check_imports(file)
     try:
-        return _load_file(file.resolve()) if is_file else importlib.import_module(dotted)
+        return _load_file(file) if file else importlib.import_module(dotted)
     except Exception as error:  # whatever a user's file raises is passed on as the cause
         is_missing = isinstance(error, ModuleNotFoundError) and f"{dotted}.".startswith(f"{error.name}.")
-        if not is_file and is_missing:  # itself, or a package above it
+        if not file and is_missing:  # itself, or a package above it
             raise ModuleNotFoundError(f"{origin}: neither a file in {Path.cwd()} nor a module.") from None
         raise RuntimeError(f"Error loading module from {origin}: {type(error).__name__}: {error}") from error
 

@@ -63,7 +63,12 @@ OPENERS = ("path", "env.id")  # settings that decide which keys other sections t
 
 
 def command(
-    name: str, schema: type, check: Callable[[Any], None], description: str | None, run: str
+    name: str,
+    schema: type,
+    check: Callable[[Any], None],
+    description: str | None,
+    run: str,
+    check_files: Callable[[Any], None] | None = None,
 ) -> Callable[..., None]:
     """Makes the `main` of an entry point, which composes and checks a config, then imports `run` and calls it.
 
@@ -71,6 +76,7 @@ def command(
         name: the yaml file that is read without --config-name; it and others stand beside the `schema`.
         check: raises ConfigError for settings that contradict each other.
         run: the name of a function of the config, "module.function".
+        check_files: does the same for files that are not there, before `run` is imported.
     """
 
     def main(argv: list[str] | None = None) -> None:
@@ -80,6 +86,9 @@ def command(
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv, name, description, yaml_folder(schema))
 
         def start(config: Any) -> None:
+            with refusals():
+                if check_files:
+                    check_files(config)
             for parent in asked_for("parent", config) if argv is None else ():
                 config = parent(config)  # comes back in the process that is to run
             with late_refusals():

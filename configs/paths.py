@@ -12,6 +12,8 @@ SPLITS = {  # by the names that the hub's files and folders give them
     "test": "test(?:ing)?|eval(?:uation)?",
 }
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
 
 def find_path(path: str | Path) -> Path:
     """Expands ~ in `path`, and looks for a relative one in the working directory, then beside main.py.
@@ -69,3 +71,25 @@ def split_of(path: Path) -> str | None:
             if any(re.fullmatch(names, word) for word in words):
                 return split
     return None
+
+
+def check_model_path(path: str | None, key: str) -> str:
+    """Returns `path` if a model can be there: a folder with a config.json, or something that can be a hub name."""
+    remedy = (
+        "Give a folder written by save_pretrained; `python -m custom.tiny_model DIR` makes a small one to try with, "
+        "`make quickstart` makes outputs/quickstart/warm_start."
+    )
+    if not path:
+        raise ValueError(f"{key} is not set. {remedy}")
+    folder = find_path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            patterns = ("", "actor/", "global_step_*/", "global_step_*/actor/")  # of a checkpoint, and of a run
+            files = [file for pattern in patterns for file in folder.glob(f"{pattern}huggingface/config.json")]
+            if files:
+                remedy = f"It holds one: {max(files, key=lambda file: file.stat().st_mtime).parent}"
+            raise ValueError(f"{key}={path}: the folder has no config.json, so it is not a model. {remedy}")
+        return str(folder)
+    if folder.is_absolute() or path.startswith((".", "~")) or not HUB_NAME.fullmatch(path) or folder.parent.is_dir():
+        raise ValueError(f"{key}={path}: there is no such folder (looked in {Path.cwd()}). {remedy}")
+    return path

@@ -156,6 +156,8 @@ class OptimConfig(section("sharding", "OptimSettings")):
     lr_scheduler_type: str = setting("constant", "Schedule after warm-up.", choices=SCHEDULES)
     lr_warmup_steps: int = setting(-1, "Warm-up steps; negative: lr_warmup_steps_ratio of all steps.")
     lr_warmup_steps_ratio: float = setting(0.0, "Warm-up as a share of all steps.", ge=0, le=1)
+    init_lr_ratio: float = setting(0.0, "Where the warm-up begins, as a share of lr.", ge=0, le=1)
+    zero_indexed_step: bool = setting(True, "Whether the first step has the warm-up's first rate, or its second.")
     min_lr_ratio: float = setting(0.0, "Where linear, cosine and wsd end, as a share of lr.", ge=0, le=1)
     num_cycles: float = setting(0.5, "Cosine cycles after warm-up; 0.5 falls once.", gt=0)
 

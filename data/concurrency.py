@@ -13,6 +13,31 @@ from typing import Any
 STOP_SECONDS = 1  # in which coroutines clean up when one has failed, or at an interrupt
 
 
+class Connection(asyncio.selector_events._SelectorSocketTransport):
+    """A connection that is closed for good where it is collected.
+
+    A client that nobody closes is collected together with its connections, and openai's closes them once more after
+    that: another connection has their file descriptors by then, and would lose its reader, and wait for ever.
+    """
+
+    def __del__(self, *arguments: Any) -> None:
+        super().__del__(*arguments)
+        self._closing, self._conn_lost = True, self._conn_lost + 1
+
+
+class EventLoop(asyncio.SelectorEventLoop):
+    """An event loop for the user's code."""
+
+    def _make_socket_transport(self, *arguments: Any, **settings: Any) -> Connection:
+        return Connection(self, *arguments, **settings)
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs `coroutine` in an event loop of its own, and returns its result, as asyncio.run does."""
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        return runner.run(coroutine)
+
+
 @cache
 def background_loop() -> asyncio.AbstractEventLoop:
     return start_loop()[0]
@@ -90,7 +115,7 @@ def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
 
 def start_loop() -> tuple[asyncio.AbstractEventLoop, Thread]:
     """Starts an event loop in a thread of its own."""
-    loop = asyncio.new_event_loop()
+    loop = EventLoop()
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:  # leaving it cancels tasks and closes the loop

@@ -81,6 +81,18 @@ def dispensable(name: str) -> Iterator[None]:
         logger.warning("%s: not written, the disk is full (%s)", name, error)
 
 
+@contextmanager
+def indispensable(folder: str | Path) -> Iterator[None]:
+    """Raises ConfigError, a line, if the disk is full; for files in a run's folder without which it does not begin."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        problem = f"trainer.default_local_dir={folder}: the disk is full ({error.strerror})"
+        raise ConfigError(f"{problem}: make room there, or name another folder.") from error
+
+
 def dump_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes one `json_line` a row; the file appears whole or not at all, and its folder is made."""
     with replacing(path) as file:

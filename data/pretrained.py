@@ -1,8 +1,6 @@
 """Reads a model's config.json and its tokenizer, and checks them before its weights are loaded."""
 
-import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -18,7 +16,7 @@ from transformers import (
 
 from configs.errors import first_line
 from configs.extras import TABLE, find
-from configs.paths import find_path
+from configs.paths import check_model_path, find_path
 from configs.schema import PretrainedModelConfig
 
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # names that configs have for the number of positions
@@ -27,7 +25,6 @@ HEADS = {  # transformers' classes: in words, for messages
     AutoModelForSequenceClassification: "with a score a sequence",
     AutoModelForTokenClassification: "with a value a token: choose another critic, or an estimator without one (grpo)",
 }
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) -> PretrainedConfig:
@@ -78,28 +75,6 @@ def check_same_tokens(policy: PretrainedModelConfig, path: str, key: str) -> Non
     tokenizer, others_tokenizer = load_tokenizer(policy), load_tokenizer(policy.at(path))
     if tokenizer.get_vocab() != others_tokenizer.get_vocab():
         raise ValueError(f"{key}={path} has other tokens than the policy, whose token ids it would score.")
-
-
-def check_model_path(path: str | None, key: str) -> str:
-    """Returns `path` if a model can be there: a folder with a config.json, or something that can be a hub name."""
-    remedy = (
-        "Give a folder written by save_pretrained; `python -m custom.tiny_model DIR` makes a small one to try with, "
-        "`make quickstart` makes outputs/quickstart/warm_start."
-    )
-    if not path:
-        raise ValueError(f"{key} is not set. {remedy}")
-    folder = find_path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            patterns = ("", "actor/", "global_step_*/", "global_step_*/actor/")  # of a checkpoint, and of a run
-            files = [file for pattern in patterns for file in folder.glob(f"{pattern}huggingface/config.json")]
-            if files:
-                remedy = f"It holds one: {max(files, key=lambda file: file.stat().st_mtime).parent}"
-            raise ValueError(f"{key}={path}: the folder has no config.json, so it is not a model. {remedy}")
-        return str(folder)
-    if folder.is_absolute() or path.startswith((".", "~")) or not HUB_NAME.fullmatch(path) or folder.parent.is_dir():
-        raise ValueError(f"{key}={path}: there is no such folder (looked in {Path.cwd()}). {remedy}")
-    return path
 
 
 def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_ref.model") -> PreTrainedTokenizerBase:

@@ -5,6 +5,7 @@ loads. A row keeps all its columns, so that rewards and environments see what th
 """
 
 import logging
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -172,6 +173,8 @@ class RLHFDataset(Dataset):
         them. `source` is the dataset's name in messages; None: this class.
         """
         origin = Origin(source or type(self).__name__, position)
+        if not isinstance(columns, Mapping):
+            raise ValueError(f"{origin} is {reprlib.repr(columns)}; a row must be a dictionary.")
         ids = given_ids(columns) if prompt_ids is None else prompt_ids
         columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None

@@ -305,8 +305,10 @@ def read_json_lines(file: str, content: bytes) -> Iterator[Found]:
 
 
 def as_found(origin: Origin, value: Any) -> Found:
-    bad = f"{origin} is {reprlib.repr(value)}; a row must be a JSON object."
-    return origin, value if isinstance(value, dict) else BadRow(origin, bad)
+    if isinstance(value, dict):
+        return origin, value
+    place = f"{origin.file}, line {origin.line}" if origin.line else origin
+    return origin, BadRow(origin, f"{place} is {reprlib.repr(value)}; a row must be a JSON object.")
 
 
 def read_csv(file: str, text: str) -> Iterator[Found]:

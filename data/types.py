@@ -235,6 +235,8 @@ class Observer:
         run: training/run.py's Run, with config, tokenizer, folder, total_steps and global_step.
     """
 
+    decides = False  # whether the run depends on it: one that only watches is left out after an OSError of `stepped`
+
     def __init__(self, run: Any) -> None:
         self.run = run
 

@@ -201,12 +201,8 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
         imitate_in_rounds(course, seen, rows)
     stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
     for name, settings in stages.items():
-        if name == "states" and not seen.repeatable:
-            continue
-        if course.seconds_left > LEAST_LEFT * 60 * course.minutes and not (
-            seen.is_sure and seen.is_mastered_by(course.value)
-        ):
-            consider(course, name, reinforce(course, name, settings))
+        if course.seconds_left > LEAST_LEFT * 60 * course.minutes and (name == "episodes" or seen.repeatable):
+            reinforce_in_rounds(course, seen, name, settings)
     return summarise(course, seen, before)
 
 
@@ -222,7 +218,7 @@ def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
         "after": after,
         "sampled": sampled,
         "model": course.model,
-        "verdict": verdict(seen, after),
+        "verdict": verdict(seen, after, sampled),
         "seconds": {name: course.results[name]["seconds"] for name in course.done},
         "cpu": {name: course.results[name]["cpu"] for name in course.done},
     }
@@ -231,15 +227,30 @@ def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
 
 
 def imitate_in_rounds(course: Course, seen: Look, rows: Path) -> None:
-    """Imitates more and more rows, until the game is mastered, two rounds in a row gain nothing, or time is short."""
-    model, files, idle = course.model, [rows], 0
+    """Imitates more and more rows, until the game is mastered, two rounds in a row gain no more, or time is short.
+
+    Where the best moves are known for sure, time alone ends it: nothing else could teach better ones.
+    """
+    model, files, idle, started_as = course.model, [rows], 0, course.model
     for number in itertools.count(1):
         model = imitate(course, model, files, number)
-        idle = 0 if consider(course, f"imitation {number}", model) else idle + 1
+        gains = consider(course, f"imitation {number}", model)
+        idle = 0 if gains or seen.is_sure or course.model == started_as else idle + 1
         is_last = course.is_short_of(f"demonstrations {number}", f"imitation {number}") or not seen.settings
         if idle == 2 or is_last or seen.is_mastered_by(course.value):
             return
         files.append(demonstrations(course, seen, number + 1))
+
+
+def reinforce_in_rounds(course: Course, seen: Look, name: str, settings: Sequence[str]) -> None:
+    """Reinforces the best model as long as that gains, until the best moves are mastered or time is short."""
+    for number in itertools.count(1):
+        if seen.is_sure and seen.is_mastered_by(course.value):
+            return
+        stage = f"{name} {number}"
+        gains = consider(course, stage, reinforce(course, stage, settings))
+        if not gains or course.is_short_of(stage):
+            return
 
 
 def start_model(config: Config, course: Course) -> str:
@@ -256,9 +267,14 @@ def start_model(config: Config, course: Course) -> str:
 
 
 def demonstrations(course: Course, seen: Look, number: int) -> Path:
-    """Writes what is imitated in a round, other states in each: the best moves that are known."""
+    """Writes what is imitated in a round, other states in each: the best moves that are known.
+
+    There are as many as the time allows, by the seconds that a row took in the round before, or a move in the look.
+    """
     player, settings = course.labels if seen.settings else "random", [*course.settings, *seen.settings]
-    count = max(LEAST_ROWS, min(course.rows, int(FOR_LABELS * 60 * course.minutes / seen.seconds)))
+    before = course.results.get(f"demonstrations {number - 1}")
+    seconds = max(before["seconds"], 0.1) / before["result"] if before else seen.seconds
+    count = max(LEAST_ROWS, min(course.rows, int(FOR_LABELS * 60 * course.minutes / seconds)))
     options = ["--player", player, "--rows", str(count), "--round", str(number)]
     rows = course.path(f"demonstrations_{number}", [*options, *settings]).with_suffix(".jsonl")
     options += ["--output", str(rows)]
@@ -307,7 +323,7 @@ def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> s
 def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
     rate = f"actor_rollout_ref.actor.optim.lr={RATES[course.weights][1]}"
     settings = [*with_model(course.model), rate, *GENTLE, *settings]
-    folder = course.path(name, [*settings, *course.settings])
+    folder = course.path(name.replace(" ", "_"), [*settings, *course.settings])
     course.train(name, [*settings, f"trainer.default_local_dir={folder}"])
     step = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
     return str(folder / f"global_step_{step}" / "actor" / "huggingface")
@@ -337,7 +353,14 @@ def return_of(metrics: dict[str, float]) -> float:
     return next(value for name, value in metrics.items() if re.search("(?<!/random_player)/return/mean@1$", name))
 
 
-def verdict(seen: Look, value: float) -> str:
+def verdict(seen: Look, greedy: float, sampled: float) -> str:
+    """Says how far it was learnt, and whether to play it sampled, which explores where something is hidden."""
+    gain = seen.share(seen.random + sampled - greedy)
+    advice = " Play it sampled, and not greedy: that earns more here." if gain > 0.1 else ""
+    return f"{how_far(seen, max(greedy, sampled))}{advice}"
+
+
+def how_far(seen: Look, value: float) -> str:
     """Says how far it was learnt; where it was not, what stood in the way, and what would help."""
     share, judged = seen.share(value), " ".join(seen.settings)
     own = "rows of a better player: `python -m extras.imitate --player file.py:player` (docs/learn.md)"

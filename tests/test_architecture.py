@@ -78,6 +78,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "extras/images/tiny_model.py": "a command",
         "extras/merge/__main__.py": "says where the model is",
         "training/ray_trainer.py": "says what a validation found",
+        "extras/best/best.py": "names the best checkpoint at the end",
         "extras/report/observer.py": "says how to make a page of the run",
         "extras/report/__main__.py": "says where the report is",
         "training/run.py": "says that nothing is left to do, and what a run leaves",

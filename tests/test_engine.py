@@ -65,6 +65,29 @@ def test_learning_rate_schedules_by_hand(optim: dict, wanted: dict[int, float]):
     assert {step: multiplier(step) for step in wanted} == pytest.approx(wanted)
 
 
+# Rates of the first five of ten steps, of which four warm up to 8e-3; a cosine then has 1, (1 + cos(π/6)) / 2 of it.
+FALLEN = 8e-3 * (1 + 3**0.5 / 2) / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "rates"),
+    [
+        ("constant", {}, [0, 2e-3, 4e-3, 6e-3, 8e-3]),
+        ("cosine", {}, [0, 2e-3, 4e-3, 6e-3, 8e-3]),
+        ("constant", {"zero_indexed_step": False}, [2e-3, 4e-3, 6e-3, 8e-3, 8e-3]),
+        ("cosine", {"zero_indexed_step": False}, [2e-3, 4e-3, 6e-3, 8e-3, FALLEN]),
+        ("constant", {"init_lr_ratio": 0.5}, [4e-3, 5e-3, 6e-3, 7e-3, 8e-3]),
+        ("cosine", {"init_lr_ratio": 0.5, "zero_indexed_step": False}, [5e-3, 6e-3, 7e-3, 8e-3, FALLEN]),
+    ],
+)
+def test_a_warm_up_begins_where_it_is_told_to(kind: str, more: dict, rates: list[float]):
+    optim = OptimConfig(lr=8e-3, lr_warmup_steps=4, lr_scheduler_type=kind, **more)
+    multiplier = learning_rate_multiplier(optim, total_steps=10)
+    assert [optim.lr * multiplier(step) for step in range(5)] == pytest.approx(rates, rel=1e-12)
+    if not optim.zero_indexed_step and kind == "cosine":
+        assert multiplier(9) == 0  # the last step's
+
+
 def test_the_learning_rate_of_a_step_is_reported_and_used(tiny_model: Path):
     engine = make_engine(tiny_model, lr_warmup_steps=2)
     before = state_of(engine)

@@ -58,7 +58,7 @@ def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, caps
     summary, stages = course(NIM)
     printed = capsys.readouterr().out
     assert [*stages][:5] == ["look", "demonstrations 1", "untrained", "return of the untrained", "imitation 1"]
-    assert {"states", "return of states", "episodes", "return of episodes", "sampled"} <= {*stages}
+    assert {"states 1", "return of states 1", "episodes 1", "return of episodes 1", "sampled"} <= {*stages}
     for stage in stages.values():
         assert stage["command"] in printed
         command = shlex.split(stage["command"])[1:]
@@ -66,11 +66,14 @@ def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, caps
             compose("ppo_trainer", command[1:])
     assert summary["labels"].startswith("env.kwargs.reward=playouts")
     assert -1 <= summary["random"] < 0 < summary["teacher"] <= 1
-    returns = {name.removeprefix("return of "): stage["result"] for name, stage in stages.items()}
+    returns = {name[10:]: stage["result"] for name, stage in stages.items() if name.startswith("return of ")}
     assert summary["after"] == learn.return_of(stages["held-out return"]["result"])
-    tried = {name: learn.return_of(returns[name]) for name in ("the untrained", "imitation 1", "states", "episodes")}
+    tried = {name: learn.return_of(result) for name, result in returns.items()}
     best = max(tried, key=tried.get)
     assert best == "the untrained" or best.replace(" ", "_") in summary["model"]
+    for kind in ("states", "episodes"):  # each but the last round has gained
+        rounds = [tried[name] for name in tried if name.startswith(kind)]
+        assert rounds[:-1] == sorted({*rounds[:-1]})
     assert games.row("nim", -0.5, 1.0, [summary], [0.5]).startswith("| nim | -0.50 | 1.00 |")  # of `make games`
 
     again, unchanged = course(NIM)
@@ -102,6 +105,10 @@ def test_mastery_and_shares_by_hand():
     seen = Look(random=-1.0, teacher=1.0, settings=("a=b",), repeatable=True, error=0.04, seconds=0.0)
     assert seen.share(0.0) == 0.5 and seen.share(1.5) == 1.25
     assert seen.is_mastered_by(0.9) and not seen.is_mastered_by(0.89)
+    assert "learnt: 50% of the way" in learn.verdict(seen, 0.0, 0.1) and "sampled" not in learn.verdict(seen, 0.0, 0.1)
+    assert "learnt: 75% of the way" in learn.verdict(seen, 0.0, 0.5) and "Play it sampled" in learn.verdict(
+        seen, 0.0, 0.5
+    )
     unsure = Look(**{**asdict(seen), "error": 0.5})
     assert unsure.is_mastered_by(0.5) and not unsure.is_mastered_by(0.49)
     assert not Look(**{**asdict(seen), "teacher": -1.0}).is_mastered_by(5.0)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import main
 from configs import errors, extras
@@ -406,6 +406,8 @@ def test_a_row_without_a_prompt_or_with_one_too_long_names_the_dataset(tokenizer
     rows = Bare(question="1+1?")
     with pytest.raises(ValueError, match=r"Bare, row 3: the prompt is None.*this row fills the columns question"):
         row_maker(rows, tokenizer, DataConfig())(rows[3], 3)
+    with pytest.raises(ValueError, match=r"Bare, row 3 is \['a'\]; a row must be a dictionary"):
+        row_maker(rows, tokenizer, DataConfig())(["a"], 3)
     rows = Bare(raw_prompt_ids=[1, 2, 3])
     with pytest.raises(ValueError, match=r"Bare, row 3: the prompt has 3 tokens, more than data.max_prompt_length=2"):
         row_maker(rows, tokenizer, DataConfig(max_prompt_length=2))(rows[3], 3)
@@ -499,6 +501,17 @@ def test_without_verls_extra_what_it_has_of_a_data_set_is_refused_by_name(of_row
 
 
 # Validation apart from training
+
+
+def test_what_objects_of_a_caller_lack_is_said(tiny_model, tmp_path, capsys):
+    rows = [{"prompt": "1+1=", "ground_truth": "2"}] * 4
+    settings = [f"actor_rollout_ref.model.path={tiny_model}", "data.train_batch_size=2", "trainer.test_freq=1"]
+    config = compose(*settings, f"trainer.default_local_dir={tmp_path}", name="ppo_trainer")
+    with pytest.raises(ConfigError, match=r"a DataLoader is given for data.train_files: give its `dataset`; data.tr"):
+        main.build(config, DataLoader(rows, batch_size=2), lambda response: 1.0)
+    for val_rows, count in ((None, 1), (rows, 0)):
+        main.build(config, rows, lambda response: 1.0, val_rows)
+        assert capsys.readouterr().err.count("trainer.test_freq=1: no validation rows are given") == count
 
 
 def test_prompts_both_trained_on_and_validated_on_are_counted_and_the_first_is_shown(tiny_model, tmp_path, caplog):

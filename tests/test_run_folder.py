@@ -115,6 +115,10 @@ def test_a_full_disk_is_known_at_the_start(tiny_model, tmp_path, capsys):
     with files_of_at_most(0), pytest.raises(SystemExit):
         main.main(["--config-name", "frozenlake", *short_run(tiny_model, tmp_path)])
     assert "cannot be written to (File too large): name another folder" in capsys.readouterr().err
+    with files_of_at_most(1000):  # the probe fits, config.yaml does not
+        said = refusal(capsys, *short_run(tiny_model, tmp_path / "run"))
+    problem = f"trainer.default_local_dir={tmp_path}/run: the disk is full (File too large)"
+    assert said == f"error: {problem}: make room there, or name another folder.\n"
 
 
 def test_settings_that_are_refused_leave_no_folder(tiny_model, tmp_path, capsys):

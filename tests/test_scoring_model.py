@@ -1,11 +1,15 @@
 """The model that scores: the trial of its forward, copies, and shares that are cut alike."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    BertLMHeadModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
@@ -17,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from configs.errors import ConfigError
 from configs.schema import ModelConfig
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance
 from tests.shapes import SMALL
@@ -65,6 +70,17 @@ def test_a_model_whose_forward_fails_is_refused():
     model = llama()
     model.base_model.register_forward_pre_hook(lambda *_: None.missing)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be scored: .*AttributeError.*docs/models.md"):
+        ready(model)
+
+
+@pytest.mark.parametrize("model_class", [BertLMHeadModel, BertForTokenClassification])
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_that_looks_ahead_is_refused_as_not_causal(model_class, is_decoder: bool):
+    torch.manual_seed(0)
+    shape = {name: SHAPE[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")}
+    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = model_class(BertConfig(**shape, **drop, num_hidden_layers=1, is_decoder=is_decoder, num_labels=1))
+    with nullcontext() if is_decoder else pytest.raises(ConfigError, match=r"is not causal: .*BERT.*docs/models.md"):
         ready(model)
 
 

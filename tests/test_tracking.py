@@ -183,6 +183,10 @@ def test_an_observer_that_the_disk_fails_ends_and_the_others_go_on(tmp_path, cap
         track.log(step, {"x": 1.0})
     assert (short.steps, long.steps, recorded_steps(tmp_path)) == ([1], [1, 2, 3], [1, 2, 3])
     assert caplog.text.count("Counting ends before step 2: No space left on device") == 1
+    track.observers.observers, long.last_step, long.decides = [long], 3, True
+    with pytest.raises(OSError, match="No space left"):  # the run depends on it
+        track.log(4, {"x": 1.0})
+    assert recorded_steps(tmp_path) == [1, 2, 3, 4]
 
 
 def test_an_observer_that_cannot_close_does_not_keep_the_others_open(tmp_path):

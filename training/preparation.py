@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.progress import track
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
@@ -112,6 +112,8 @@ def prepare(
             agent = config.actor_rollout_ref.rollout.agent
             reward.check(rows if config.reward.source() else rows_to_score(agent, rows))
         check_rows(config.actor_rollout_ref.rollout, loader, positions, plan.conversations)
+    if config.trainer.test_freq > 0 and val_loader is None and not (config.env.id and config.env.val_episodes):
+        notice(f"trainer.test_freq={config.trainer.test_freq}: no validation rows are given, so nothing is validated.")
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
     plays_episodes = config.env.id is not None and (config.env.mode == "episode" or config.env.val_episodes > 0)
@@ -136,6 +138,9 @@ def build_val_loader(plan: Plan, dataset: Dataset) -> PromptLoader:
 def usable_rows(plan: Plan, dataset: Dataset, key: str) -> tuple[frozenset[int], Callable[[Row, int], Row]]:
     """Returns the rows of a data set to leave out, and what completes the others; one that was made without a tokenizer
     or a data section gets the run's. Raises ConfigError for one that has no rows; `key` names its files."""
+    if isinstance(dataset, DataLoader):
+        settings = "data.train_batch_size and data.shuffle say how its rows are drawn"
+        raise ConfigError(f"a DataLoader is given for {key}: give its `dataset`; {settings}.", key)
     if isinstance(dataset, RLHFDataset) and not dataset.is_settled:
         dataset.settle(dataset.tokenizer or plan.tokenizer, plan.data)
     name, files = type(dataset).__name__, plan.data[key.removeprefix("data.")]

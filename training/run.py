@@ -18,7 +18,7 @@ from configs.checks import plural
 from configs.process import Requests, end_by, in_notebook, in_words
 from configs.schema import Config
 from configs.settings import LAST
-from data.files import FolderLost, check_is_ours, rewrite
+from data.files import FolderLost, check_is_ours, indispensable, rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import rng_state, set_rng_state
@@ -120,11 +120,12 @@ class Run:
         clear_leftovers(self.folder)
         with self.observers:
             self.resume()
-            if self.global_step >= self.total_steps:
-                print(nothing_left(self.global_step, self.total_steps, self.validation))
-            else:
-                rewrite(self.folder / CONFIG_FILE, self.config_text.encode())
-            self.observers.started(self.global_step)
+            with indispensable(self.folder):
+                if self.global_step >= self.total_steps:
+                    print(nothing_left(self.global_step, self.total_steps, self.validation))
+                else:
+                    rewrite(self.folder / CONFIG_FILE, self.config_text.encode())
+                self.observers.started(self.global_step)
             self.timing["start"] = time.monotonic() - self.began
             if self.can_validate and settings.val_before_train and self.global_step == 0:
                 with timer("testing", self.timing):
@@ -135,7 +136,7 @@ class Run:
                 ending = self.train()
             except (WorkerError, FolderLost):
                 raise  # other workers may wait for the one that failed, and would not answer; or the folder is gone
-            except (RuntimeError, ValueError):
+            except (OSError, RuntimeError, ValueError):
                 self.saver.finish()
                 raise
             if ending is None:

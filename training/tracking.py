@@ -65,6 +65,8 @@ class Observers(Observer):
             try:
                 observer.stepped(step, batch, numbers)
             except OSError as error:  # such as a full disk; the record has the numbers
+                if observer.decides:
+                    raise
                 logger.warning("%s ends before step %d: %s", type(observer).__name__, step, error)
                 self.observers.remove(observer)
 

@@ -33,6 +33,8 @@ def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[
         total_steps=total_steps,
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
+        init_lr_ratio=optim.init_lr_ratio,
+        zero_indexed_step=optim.zero_indexed_step,
     )
 
 
@@ -45,14 +47,17 @@ def scheduled_multiplier(
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
     stable_ratio: float = 0.9,
+    init_lr_ratio: float = 0.0,
+    zero_indexed_step: bool = True,
 ) -> float:
-    """Returns the factor after `step` updates: a linear warm-up from 0 to 1, and then as `kind` says.
+    """Returns the factor of `step` (from 0): a linear warm-up from `init_lr_ratio` to 1, and then as `kind` says.
 
     constant: 1; linear: down to `min_lr_ratio`; cosine: down to it in half a cycle; wsd: 1 for `stable_ratio` of the
-    rest, and then a cosine.
+    rest, and then a cosine. Without `zero_indexed_step` each step has the factor of the one after it.
     """
+    step += not zero_indexed_step
     if step < warmup_steps:
-        return step / warmup_steps
+        return init_lr_ratio + (1 - init_lr_ratio) * step / warmup_steps
     if kind == "constant":
         return 1.0
     start, length = warmup_steps, total_steps - warmup_steps

@@ -76,6 +76,17 @@ class Trial:
         worst = largest(max(differences, default=0.0))
         return f"{self.ask} then differ by {worst:.1g}" if worst else None
 
+    def looks_ahead(self) -> bool:
+        """Says, on all ranks alike, whether a token's score depends on a later one: of two rows that differ in the last
+        token that is read, those before it."""
+        batch, self.batch = self.batch, ragged_batch(self.model, SHORTEST).select_idxs([0, 0])
+        for column in ("input_ids", "responses"):
+            tokens = self.batch.batch[column]
+            tokens[1, -2] = (tokens[1, -2] + 1) % self.model.get_input_embeddings().num_embeddings
+        first, second = self.scores(1, torch.float32, training=False)[:, :-2]
+        self.batch = batch
+        return not largest((first - second).abs().max().item()) < TOLERANCE
+
     @torch.no_grad()
     def scores(self, rows: int, dtype: torch.dtype, training: bool) -> Tensor:
         """Scores the responses, [3, R], so many rows at a time; the model's mode is as it was."""

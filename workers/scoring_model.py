@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.errors import ConfigError
 from configs.schema import ModelConfig
 from workers.adapter import NoAdapter
 from workers.collectives import common_notice
@@ -59,7 +60,8 @@ def scoring_model(
         sibling: a model of the same weights that has gone through this: its forward is taken, without a trial.
 
     Raises:
-        ValueError: no forward scores a row beside others as alone, or LoRA's matrices cannot be merged.
+        ConfigError: no forward scores a row beside others as alone, or the model is not causal.
+        ValueError: LoRA's matrices cannot be merged.
     """
     model.to(device)
     compute_as_in_eval(model)
@@ -69,25 +71,36 @@ def scoring_model(
     if sibling is not None:
         take_forward(model, settings, sibling)
         return model
-    name = type(model).__name__
     with scaled_up_weights(model):
-        try:
-            trial = model.kernels.trial(model, dtype, longest)
-        except FAILURES as error:
-            raise ValueError(
-                f"{name} cannot be scored: its forward fails on a small batch ({type(error).__name__}: {error}). "
-                f"Choose another model (docs/models.md).{model.adapter.hint}"
-            ) from error
+        trial = try_forward(model, settings, dtype, longest)
         problem = choose_forward(model, settings, trial, dtype)
         if problem is None:
             model.adapter.check(model, partial(trained_log_probs, batch=ragged_batch(model, SHORTEST)), TOLERANCE)
             model.parallel.settle(model, partial(trial.problem, dtype))
     if problem is not None:
-        raise ValueError(
-            f"{name} does not score a row beside others, or in training, as alone and in eval mode ({problem}). "
-            "Choose another model (docs/models.md), or try actor_rollout_ref.model.kernels=off."
+        raise ConfigError(
+            f"{type(model).__name__} does not score a row beside others, or in training, as alone and in eval mode "
+            f"({problem}). Choose another model (docs/models.md), or try actor_rollout_ref.model.kernels=off."
         )
     return model
+
+
+def try_forward(model: PreTrainedModel, settings: ModelConfig, dtype: torch.dtype, longest: int) -> Trial:
+    """Returns a trial of the model's forward; raises ConfigError if it fails, or the model is not causal."""
+    name = type(model).__name__
+    try:
+        trial = model.kernels.trial(model, dtype, longest)
+    except FAILURES as error:
+        raise ConfigError(
+            f"{name} cannot be scored: its forward fails on a small batch ({type(error).__name__}: {error}). "
+            f"Choose another model (docs/models.md).{model.adapter.hint}"
+        ) from error
+    if trial.looks_ahead():
+        raise ConfigError(
+            f"{settings.path}: {name} is not causal: what it says of a token depends on later ones, as in BERT and "
+            "other encoders. Choose a model that continues a text (docs/models.md)."
+        )
+    return trial
 
 
 def take_forward(model: PreTrainedModel, settings: ModelConfig, sibling: PreTrainedModel) -> None:

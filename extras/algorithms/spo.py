@@ -72,6 +72,9 @@ class SuccessTracker(Stage):
         known = [position for position in positions if position in answers]
         with timer("spo", timing):
             moved = dict.fromkeys(positions, 0.0) | self.distances(known, ends)
+            correction = self.config.algorithm.get("rollout_correction")
+            if correction and correction.bypass_mode:  # then they are the engine's, whose rounding is no movement
+                ends.batch["old_log_probs"] = self.log_probs(ends)
         answers |= {position: pack(ends, row) for row, position in enumerate(positions)}
         kept = {position: min(max(2 ** -(d / HALF), rho.clip_lower), MOST) for position, d in moved.items()}
         mean_moved, mean_kept = (sum(numbers.values()) / len(numbers) for numbers in (moved, kept))
@@ -82,10 +85,13 @@ class SuccessTracker(Stage):
         if not positions:
             return {}
         past = unpack([self.state["answers"][position] for position in positions], ends)
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        present = self.trainer.actor.compute(past, ["old_log_probs"], temperature).batch["old_log_probs"]
-        gaps = (present - past.batch["rollout_log_probs"]).abs()
+        gaps = (self.log_probs(past) - past.batch["rollout_log_probs"]).abs()
         return dict(zip(positions, masked_mean(gaps, past.batch["response_mask"], axis=-1).tolist(), strict=True))
+
+    def log_probs(self, answers: DataProto) -> torch.Tensor:
+        """Computes the policy's log-probs of the tokens of answers, as it is now."""
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        return self.trainer.actor.compute(answers, ["old_log_probs"], temperature).batch["old_log_probs"]
 
 
 def check_scores(scores: torch.Tensor) -> None:

@@ -5,10 +5,11 @@ The values of a resumed run are read from its metrics.jsonl.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from statistics import mean
 from typing import Any
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, notice_once
 from data.files import headline_means, read_metrics
 from data.protocol import DataProto
 from data.types import Observer
@@ -21,6 +22,8 @@ LINK = "best"
 
 class Best(Observer):
     """Watches a metric for trainer.save_best, and one for trainer.early_stop."""
+
+    decides = True
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
@@ -45,11 +48,22 @@ class Best(Observer):
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         self.take(step, metrics)  # also of a step that was saved just before a kill
+        link, new = self.run.folder / LINK, self.run.folder / f".{LINK}"
         for best in self.best_saved():
-            new = self.run.folder / f".{LINK}"
-            new.unlink(missing_ok=True)
-            new.symlink_to(f"global_step_{best}")
-            new.replace(self.run.folder / LINK)
+            try:
+                new.unlink(missing_ok=True)
+                new.symlink_to(f"global_step_{best}")
+                new.replace(link)
+            except OSError as error:  # there are no links here, or a folder is in its place, as in a copy of a run
+                with suppress(OSError):
+                    new.unlink(missing_ok=True)
+                text = f"{link} cannot name the best checkpoint, global_step_{best} now, and is left as it is"
+                notice_once(f"{text}: {error.strerror}. The run goes on without it.", link)
+
+    def ended(self, error: BaseException | None) -> None:
+        for step in self.best_saved() if error is None else ():
+            why = f"{self.saving.key}={self.saving.metric}: {self.saving.in_words(step)}"
+            print(f"{LINK}: {self.run.folder / f'global_step_{step}'} ({why}).")
 
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
         self.saving.take(step, metrics)

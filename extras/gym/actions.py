@@ -90,11 +90,13 @@ class ComparesMoves(Protocol):
 
 @dataclass(frozen=True)
 class Moves:
-    """Counts states, and those of them in which all legal moves are paid alike; `pays` has what is paid in these."""
+    """Counts states, and those of them in which all legal moves are paid alike; `pays` has what is paid in these,
+    `illegal` is what an answer that is no legal move is paid."""
 
     states: int
     alike: int
     pays: frozenset[float]
+    illegal: float = 0.0
 
     @property
     def teach_nothing(self) -> bool:
@@ -102,7 +104,7 @@ class Moves:
 
     def advice(self, kind: str) -> str:
         """Says that moves teach nothing in states of this kind, and what to set."""
-        pays = f" ({next(iter(self.pays)):g})" if len(self.pays) == 1 else ""
+        pays = f" ({next(iter(self.pays)):g}; an illegal answer {self.illegal:g})" if len(self.pays) == 1 else ""
         credit = "env.kwargs.reward=search (or playouts)"
         remedy = f"Set {credit}" if has("environment", "search") else "Have the reward tell moves apart"
         return (
@@ -129,11 +131,12 @@ def compare_moves(reward: Any, states: Iterable[Any] | None = None) -> Moves | N
             alike = [pays for pays in payments if len(pays) == 1]
             if len(payments) - len(alike) > FEW * MOST_STATES or time.monotonic() - began > MOST_SECONDS:
                 break
+        illegal = environment.compute_reward(state, None) if payments else 0.0
     except (RuntimeError, ValueError):  # of the environment: the run meets it, too, and says where
         return None
     finally:
         set_rng_state(chance)
-    return Moves(len(payments), len(alike), frozenset().union(*alike)) if payments else None
+    return Moves(len(payments), len(alike), frozenset().union(*alike), illegal) if payments else None
 
 
 def payments_in(environment: ComparesMoves, state: Any) -> frozenset[float]:

@@ -28,9 +28,9 @@ from training.environment import build_environment, data_settings, env_dataset
 
 def write_demonstrations(
     config: Config, player: str, rows: int, output: Path, history: str = "turns", number: int = 1
-) -> None:
+) -> int:
     """Writes `rows` rows of a player in the environment of `config`, as JSON lines with prompt and response, or, of
-    the history `transcript`, with messages; each round `number` has others."""
+    the history `transcript`, with messages; each round `number` has others. Returns how many."""
     seed = derive_seed(config.trainer.seed, f"round {number}")
     if config.env.id is None:
         raise ConfigError("env.id is not set: name the environment that the player plays, as in env.id=FrozenLake-v1.")
@@ -40,6 +40,7 @@ def write_demonstrations(
     demonstrations = Demonstrations(environment, dataset, player, seed)
     written = islice(demonstrations.turns() if history == "turns" else demonstrations.transcripts(), rows)
     dump_jsonl(output, track(written, "writing demonstrations", total=rows))
+    return rows
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import chain, islice, product, tee
 from typing import Any
 
@@ -43,17 +43,33 @@ class Map:
         following: [S, A] int, the position behind a move; -1: the episode is over.
         values: [S, A] float, the discounted return of a move and the best play after it.
         ways: to each position, the moves of a shortest way.
+        positions: what they hold; `numbers`: theirs, by identity.
     """
 
     following: np.ndarray
     values: np.ndarray
-    ways: list[tuple[int, ...]]
+    ways: list[tuple[Any, ...]]
+    positions: Positions
+    numbers: dict[bytes, int]
 
     @cached_property
     def useful(self) -> list[int]:
         """The positions in which some move is better than another."""
         low, high = self.values.min(1), self.values.max(1)
         return np.flatnonzero(high - low > SPREAD * max(np.abs(self.values).max(), 1)).tolist()
+
+    def seen_from(self, start: bytes, moves: Sequence[Any]) -> "Map":
+        """Returns the part that is reached from another position, as `explore` finds it there."""
+        ways = {self.numbers[start]: ()}
+        for position in (order := [*ways]):
+            for move, reached in zip(moves, self.following[position].tolist(), strict=True):
+                if reached >= 0 and reached not in ways:
+                    ways[reached] = (*ways[position], move)
+                    order.append(reached)
+        index = np.full(len(self.ways) + 1, -1)  # the last: of an end
+        index[order] = range(len(order))
+        numbers = {identity: int(index[number]) for identity, number in self.numbers.items() if number in ways}
+        return Map(index[self.following[order]], self.values[order], [*ways.values()], self.positions, numbers)
 
 
 def moves_of(environment: Any) -> tuple[Any, ...]:
@@ -97,7 +113,7 @@ def explore(environment: Any, seed: int) -> Map:
     positions.put_back(start)
     table = np.array(rows)  # [S, A, 2]
     following = table[..., 0].astype(int)
-    return Map(following, best_returns(following, table[..., 1], environment.discount), ways)
+    return Map(following, best_returns(following, table[..., 1], environment.discount), ways, positions, numbers)
 
 
 def attempt(world: Any, positions: Positions, position: Position, way: Sequence[Any]) -> tuple[float, bool, bytes]:
@@ -219,7 +235,8 @@ class Search(Credit):
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
-        self.map_of = lru_cache(MOST_MAPS)(partial(explore, environment))
+        self.maps: deque[Map] = deque(maxlen=MOST_MAPS)
+        self.map_of = lru_cache(MOST_MAPS)(self.map_of)
 
     def check(self) -> None:
         """Raises NoCredit for an environment of another kind, as far as its first training state shows."""
@@ -232,6 +249,18 @@ class Search(Credit):
             raise no_credit(environment, f"env.kwargs.discount={discount} never ends on a circle", remedy)
         super().check()
         self.map_of(environment.train_seed(0))
+
+    def map_of(self, seed: int) -> Map:
+        """Returns the map of what a reset reaches, where another reset has come by its start as a part of that map."""
+        world = self.environment.world_of(seed)
+        world.play(seed, ())
+        positions = Positions(world.env)
+        start = positions.identity()
+        for known in self.maps:
+            if start in known.numbers and positions.hold_the_same_as(known.positions):
+                return known.seen_from(start, self.moves)
+        self.maps.append(explore(self.environment, seed))
+        return self.maps[-1]
 
     def ways(self, seed: int) -> list[tuple[Any, ...]]:
         reached = self.map_of(seed)

@@ -27,6 +27,7 @@ PLAIN = frozenset((int, float, str, bool, type(None), tuple, list, dict, bytes))
 GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 HELD = (FunctionType, type, ModuleType, logging.Logger, gym.Space, EnvSpec, *GENERATORS)
 GLOBAL = (random.random.__self__, np.random.rand.__self__)  # what the functions of these modules draw from
+SEED = "_np_random_seed"  # of a reset, which gymnasium keeps
 CANNOT = (pickle.PickleError, TypeError, AttributeError, ValueError, NotImplementedError, RecursionError)
 States = list[tuple[Any, Any]]  # (generator, its state)
 Position = tuple[bytes, States]  # what an environment held, with a number in the place of what is held as it is
@@ -82,9 +83,19 @@ class Positions:
             attributes.clear()
             attributes.update(content)
 
+    def hold_the_same_as(self, later: "Positions") -> bool:
+        """Says whether parts that are held as they are, so far, have the same numbers among those of `later`."""
+
+        def sign(part: Any) -> Any:
+            if isinstance(part, np.ndarray):
+                return str(part.dtype), part.tolist()
+            return type(part) if is_generator(type(part)) else id(part)
+
+        return [*map(sign, self.parts)] == [*map(sign, later.parts[: len(self.parts)])]
+
     def identity(self) -> bytes:
-        """Returns bytes that are equal in equal positions, whatever chance is to come."""
-        contents = [vars(layer) for layer in self.layers]
+        """Returns bytes that are equal in equal positions, whatever chance is to come, and from whichever reset."""
+        contents = [{name: part for name, part in vars(layer).items() if name != SEED} for layer in self.layers]
         try:
             return Keeper(self, compares=True).bytes_of(contents)
         except (ValueError, RecursionError):  # parts hold each other

@@ -33,6 +33,7 @@ def merge(local_dir: Path, target_dir: Path) -> None:
     source = local_dir / HUGGINGFACE
     if not (source / "config.json").is_file():
         raise ValueError(f"--local_dir {local_dir} lacks {HUGGINGFACE}/config.json: name actor/ of a global_step_N.")
+    check_links(local_dir)
     if any(target_dir.glob("*.safetensors")):
         raise ValueError(f"--target_dir {target_dir} holds weights already: name another folder.")
     weights = Shards(local_dir / MODEL).whole() if (local_dir / MODEL).is_dir() else read_ranks(local_dir)
@@ -52,6 +53,17 @@ def merge(local_dir: Path, target_dir: Path) -> None:
         raise unreadable(local_dir, error) from error
     model.save_pretrained(target_dir)
     shutil.copytree(source, target_dir, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
+
+
+def check_links(local_dir: Path) -> None:
+    """Raises ValueError for a link among the files to copy that names more than a file of the checkpoint: whoever made
+    it may have meant a file of yours to be published."""
+    source = local_dir / HUGGINGFACE
+    for link in filter(Path.is_symlink, (source, *source.rglob("*"))):
+        target = link.resolve()
+        if not target.is_file() or not target.is_relative_to(local_dir.resolve()):
+            rule = f"only links to files in {local_dir} are followed"
+            raise ValueError(f"{link} is a link to {target}: {rule}. Delete it, or put what it names in its place.")
 
 
 def read_ranks(folder: Path) -> dict[str, Tensor]:

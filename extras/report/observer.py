@@ -39,7 +39,9 @@ from data.files import FolderLost, append, dispensable, dump_jsonl, json_line, r
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Observer
+from extras.report.runs import read_run
 from extras.report.settings import Settings
+from extras.report.summary import findings
 from extras.report.transcripts import Record, sample_rows, without_middle
 from training.episode_rows import EpisodeRows
 
@@ -103,6 +105,8 @@ class Report(Observer):
         if not isinstance(error, FolderLost):
             self.run_file.end(error)
         if error is None:
+            for finding in findings(read_run(self.run.folder), at_end=True):
+                print(f"looks wrong: {finding.text} {finding.remedy}")
             folder = shlex.quote(str(self.run.folder))
             print(f"python -m extras.report {folder} makes a page of this run, to open in a browser.")
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +54,7 @@ class RunRecord:
         config: config.yaml as nested dicts, `settings` the same by dotted key.
         events: lines of events.jsonl.
         samples: files of rollouts, by kind and step.
-        group: name that runs share which differ in their seed alone.
+        group: name that runs share which differ in their seed alone; no two groups have the same.
         missing: sentences: which parts are not there, or broken.
     """
 
@@ -95,10 +94,11 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         groups.setdefault(json.dumps(without_seed(run), sort_keys=True, default=str), []).append(run)
-    for members in groups.values():
-        seeds = {str(run.settings.get("trainer.seed")) for run in members}
+    group_names = [group_name(members) for members in groups.values()]
+    for number, (name, members) in enumerate(zip(group_names, groups.values(), strict=True), start=1):
+        same = f" #{group_names[:number].count(name)}" if group_names.count(name) > 1 else ""
         for run in members:
-            run.group = group_name([run.name for run in members], "seeds" if len(seeds) == len(members) else "runs")
+            run.group = name + same
     return runs
 
 
@@ -266,13 +266,17 @@ def without_seed(run: RunRecord) -> dict[str, Any]:
     return {key: str(value).replace(folder, "…") for key, value in settings.items()} or {"folder": str(run.folder)}
 
 
-def group_name(names: Sequence[str], kind: str = "seeds") -> str:
-    """Names a group of runs, or of seeds, by what their names begin with; a run alone by its own name."""
-    if len(names) == 1:
-        return names[0]
-    alike = takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
-    shared = re.sub(r"[-_. /]*(seed)?[-_. /]*\d*$", "", "".join(letters[0] for letters in alike))
-    return f"{shared or names[0].rstrip('-_. /0123456789') or names[0]} ({len(names)} {kind})"
+def group_name(runs: Sequence[RunRecord]) -> str:
+    """Names a group of runs, or of seeds, by the words that their names have in common, but "seed"; a run alone by its
+    own name."""
+    first = runs[0].name
+    if len(runs) == 1:
+        return first
+    words = zip(*(re.findall(r"[-_, /]*[^-_, /]+", run.name) for run in runs), strict=False)
+    common = [word for word, *others in words if {*others} == {word} and word.strip("-_, /").lower() != "seed"]
+    shared = "".join(common).lstrip("-_, /") or first.rstrip("-_., /=0123456789") or first
+    seeds = {str([run.settings.get(key) for key in SEEDS]) for run in runs}
+    return f"{shared} ({len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'})"
 
 
 def differences(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:

@@ -166,11 +166,11 @@ def about_end(run: RunRecord) -> str:
     return f"{end} It was started {starts} times." if starts > 1 else end
 
 
-def findings(run: RunRecord) -> list[Finding]:
-    """Lists what looks wrong, warnings first."""
+def findings(run: RunRecord, at_end: bool = False) -> list[Finding]:
+    """Lists what looks wrong, warnings first; `at_end` only what the run's last lines say: a whole run shows it."""
     known, listed = words()["findings"], []
-    looks = (beyond_limits, about_signal, about_entropy, about_rollouts, about_numbers)
-    for look in (*looks, about_actions, about_validations, about_random_players):
+    looks = (beyond_limits, about_signal, about_entropy, about_rollouts, about_numbers, about_random_players)
+    for look in (*(() if at_end else looks), about_actions, about_validations):
         for name, values in look(run, known):
             entry = known[name] | values
             listed.append(Finding(entry["level"], entry["text"].format(**entry), entry["remedy"].format(**entry)))
@@ -188,6 +188,8 @@ def beyond_limits(run: RunRecord, known: Entries) -> Found:
         if "stage" in entry:
             value = spent.get(entry["stage"], 0.0) / (sum(spent.values()) or 1.0)
         normal = any((late(run, other) or 0.0) <= limit for other, limit in entry.get("unless", {}).items())
+        normal |= any((late(run, other) or 0.0) > limit for other, limit in entry.get("unless_above", {}).items())
+        normal |= "near_best" in entry and is_near_best(run, entry["near_best"])
         if value is not None and not normal and (value < 0 if entry.get("lowest") else value > entry["limit"]):
             yield name, {"value": value}
 
@@ -228,10 +230,10 @@ def about_entropy(run: RunRecord, known: Entries) -> Found:
 
 
 def is_near_best(run: RunRecord, share: float) -> bool:
-    """Says whether the mean score late in the run lacks less to the best than this share of the range of scores."""
+    """Says whether the mean score late in the run lacks no more to the best than this share of the range of scores."""
     lows, highs = ([value for _, value in points(run, f"critic/score/{end}")] for end in ("min", "max"))
     score = late(run, "critic/score/mean")
-    return bool(lows and highs) and score is not None and max(highs) - score < share * (max(highs) - min(lows))
+    return bool(lows and highs) and score is not None and max(highs) - score <= share * (max(highs) - min(lows))
 
 
 def about_rollouts(run: RunRecord, known: Entries) -> Found:
@@ -280,11 +282,11 @@ def about_validations(run: RunRecord, known: Entries) -> Found:
             keep = f"{saved} has its model." if saved.is_dir() else f"There is no checkpoint of step {at} (save_freq)."
             when = {"best": short(value), "at": at, "last": short(last), "step": step}
             yield "validation", {"value": in_words(name), "saved": keep, **when}
-        since, first = points(run, name)[0]
-        slack = known["flat_validation"]["slack"] * max(best - least, abs(first))
-        if rises and step > since and value - first <= slack and value < (1 - known["flat_validation"]["limit"]) * best:
-            trained = {"before": short(ends[0][0]), "after": short(ends[0][1])}
-            yield "flat_validation", {"value": curve_name(name), "first": short(first), "step": step, **trained}
+        (_, first), entry, times = points(run, name)[0], known["flat_validation"], len(points(run, name))
+        is_flat = times >= entry["times"] and value - first <= entry["slack"] * max(best - least, abs(first))
+        if rises and is_flat and best - value > entry["limit"] * (best - least):
+            told = {"before": short(ends[0][0]), "after": short(ends[0][1]), "first": short(first), "times": times}
+            yield "flat_validation", {"value": curve_name(name), "step": step, **told}
 
 
 def about_actions(run: RunRecord, known: Entries) -> Found:

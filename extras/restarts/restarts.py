@@ -18,6 +18,7 @@ from data.files import read_metrics
 FIRST_PAUSES = {TEMPORARY: 60.0}  # seconds before a restart, by exit code: a server or a disk takes longer
 SHORT_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # after another end; pauses double until there is a new checkpoint
 POLL = 0.1  # seconds between two looks at the child, and for a signal to reach both processes
+IN_ALL = 20  # times trainer.max_restarts: restarts of a command, however many checkpoints there were between them
 END_SECONDS = 10.0  # for what a dead run has left behind to end by itself; agents of a dead Ray do not for a minute
 BY_ITSELF = 0  # beside numbers of signals
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -46,6 +47,10 @@ def supervise(config: Any) -> Any:
             end_after(code)
         if in_a_row == most:
             notice(f"{ending}, and was started again trainer.max_restarts={most} times since its last checkpoint.")
+            end_after(code)
+        if len(trainer.restarted) == IN_ALL * most:
+            times = f"{IN_ALL} times trainer.max_restarts={most}"
+            notice(f"{ending}, and was started again {times}. The same command goes on from its last checkpoint.")
             end_after(code)
         in_a_row, last = in_a_row + 1, ending
         pause = min(2 * pause or FIRST_PAUSES.get(code, SHORT_PAUSE), LONGEST_PAUSE)
@@ -83,7 +88,7 @@ def start_child() -> tuple[int, int]:
     if child:
         os.close(writer)
         return child, reader
-    os.close(reader)
+    # `reader` stays open, so that what is written does not fail once the parent has been killed.
     control(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it was gone before that
         end_like(-signal.SIGTERM)

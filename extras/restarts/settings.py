@@ -15,7 +15,7 @@ class Settings(Frozen):
     restarted: ClassVar[list[int]] = []  # exit codes of the starts before the one in this process
 
     max_restarts: int = setting(
-        0, "Most restarts between two checkpoints, after passing failures (a kill, a dead worker).", ge=0
+        0, "Most restarts between two checkpoints (in all: 20 times it), after passing failures (a kill).", ge=0
     )
 
     @property

@@ -21,6 +21,7 @@ from typing import Any
 
 from configs.errors import users_line
 from configs.import_utils import load_extern_object
+from data.concurrency import run
 from extras.processes.child import Channel, frame, read_frame
 
 PR_SET_DUMPABLE = 4
@@ -52,7 +53,7 @@ def serve(channel: Channel) -> None:
     hide_memory()
     channel.write(first, encode("ok", None))
     if is_async(function):
-        asyncio.run(serve_side_by_side(function, spec, channel.socket))
+        run(serve_side_by_side(function, spec, channel.socket))
         return
     while (call := channel.read()) is not None:
         number, body = call

@@ -26,9 +26,9 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from configs.errors import ConfigError, refusals
-from configs.paths import ROOT
+from configs.paths import ROOT, check_model_path
 from configs.process import read_key, worker_threads
-from data.pretrained import check_model_path, load_model_config, load_tokenizer
+from data.pretrained import load_model_config, load_tokenizer
 from data.tool_parsers import ToolParser
 from extras.server.app import Served, http_server
 from extras.server.streaming import StreamingEngine

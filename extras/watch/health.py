@@ -226,14 +226,16 @@ def likeliest_cause(metrics: Mapping[str, float], entropy_coeff: float = 0.0, mo
             f"actor_rollout_ref.actor.entropy_coeff={max(ENTROPY_COEFF, 2 * entropy_coeff):g}: see "
             "docs/environments.md (What a small model learns)."
         )
-    if least == best > 0:
+    reads_actions = "reward/valid_action/mean" in metrics
+    long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
+    if least == best and (best > 0 or (best < 0 and not reads_actions)):
+        wrong = f"no answer is right{f', or all are cut: {cut}' if long else ''}"
         return (
             f"the reward returns {best:g} for every response. Does it read the response (python -m extras.try_reward)? "
-            "If it does, the task is mastered."
+            f"If it does, {'the task is mastered' if best > 0 else wrong}."
         )
     score, all_of = best if 2 * mean > least + best else least, "nearly every" if best > least else "every"
-    long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
-    if long and "reward/valid_action/mean" not in metrics:
+    if long and not reads_actions:
         return f"{all_of} response scores {score:g}, and {cut} and may be cut before they answer: raise it."
     return (
         f"{all_of} response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "

@@ -21,7 +21,7 @@ from configs.errors import is_users, notice_once
 from configs.import_utils import bind
 from configs.schema import Config
 from data.chat import ChatFormat
-from data.concurrency import start_loop
+from data.concurrency import run, start_loop
 from data.types import Reply, Row
 from training.environment import AGENT_COLUMN, Agent
 from workers.agents.episode import Episode
@@ -206,7 +206,7 @@ async def in_users_loop(
         Exception: it raised this; what an event loop would take for its own (SystemExit) as an error that names it.
     """
     if owner.blocks:
-        return await in_thread(asyncio.run, contain(coroutine), deadline=deadline, extends=extends)
+        return await in_thread(run, contain(coroutine), deadline=deadline, extends=extends)
     call = SharedCall(owner, coroutine)
     return await by_deadline(asyncio.wrap_future(call.future), deadline, extends, call.lost_seconds)
 

@@ -30,7 +30,7 @@ def answered(scores, positions, log_prob=-1.0, failed=()):
     return batch.union(DataProto.from_single_dict({"dataset_position": torch.tensor(positions).numpy()}))
 
 
-def tracker(**rho):
+def tracker(bypass_mode=False, **rho):
     """A tracker whose actor finds the log-prob `actor.log_prob` for every token."""
 
     def compute(batch, columns, temperature):
@@ -39,7 +39,8 @@ def tracker(**rho):
 
     actor = SimpleNamespace(log_prob=-1.0, asked=[], compute=compute)
     trainer, rollout = SimpleNamespace(spo=SPOConfig(rho=RhoConfig(**rho))), SimpleNamespace(temperature=1.0)
-    config = SimpleNamespace(trainer=trainer, actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    algorithm = {"rollout_correction": SimpleNamespace(bypass_mode=bypass_mode)}
+    config = SimpleNamespace(trainer=trainer, algorithm=algorithm, actor_rollout_ref=SimpleNamespace(rollout=rollout))
     return SuccessTracker(SimpleNamespace(config=config, actor=actor)), actor
 
 
@@ -71,6 +72,16 @@ def test_counters_forget_by_how_far_the_policy_has_moved_on_the_answer_that_is_k
     actor.log_prob = -9.0
     stage(answered([0.0], [3]), {})
     close(stage.state["counters"][3], (0.3 * 0.74, 0.3 * 1.24 + 1))
+
+
+def test_an_engines_rounding_is_no_movement_of_the_policy():
+    """The old log-probs of bypass mode are the engine's, here 0.3 nats off; the policy moves by 0.06 once."""
+    stage, actor = tracker(bypass_mode=True, clip_lower=0.3)
+    for log_prob, moved in ((-1.0, 0.0), (-1.0, 0.0), (-1.06, 0.06), (-1.06, 0.0)):
+        actor.log_prob = log_prob
+        batch = answered([1.0], [3], log_prob=-1.3)
+        close(stage(batch, {})["spo/moved"], moved, 1e-6)
+        assert batch.batch["old_log_probs"].tolist() == [[pytest.approx(-1.3)] * 2 + [0, 0]], "the loss's stay"
 
 
 def test_a_score_that_is_no_share_of_a_success_is_refused():

@@ -49,6 +49,7 @@ def test_only_validations_that_are_the_best_so_far_are_saved(run, capsys):
     said = capsys.readouterr().out
     assert f"and after each validation with the best {SUMS} so far a checkpoint of" in said
     assert "They are older than the run's end: step 4 is lost" in said
+    assert said.splitlines()[-1] == f"best: {folder}/global_step_3 (trainer.save_best={SUMS}: 0.3000)."
 
 
 def test_a_run_without_progress_ends_early_and_again_when_it_is_resumed(run, capsys):
@@ -61,6 +62,26 @@ def test_a_run_without_progress_ends_early_and_again_when_it_is_resumed(run, cap
         assert checkpoints(folder) == ["global_step_4"] and list(learning_metrics(folder)) == [0, 1, 2, 3, 4]
     run(6, values, *patience[:2], f"{patience[2]}=4")
     assert list(learning_metrics(folder)) == [*range(7)] and "ended early" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("obstacle", ["folder", "no links"])
+def test_a_run_that_cannot_link_its_best_checkpoint_keeps_it_and_ends_early(run, capsys, monkeypatch, obstacle):
+    """A folder is in the link's place, as after `cp -rL`, or the file system has no links."""
+    settings = ["trainer.save_best=headline", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1"]
+    stop = ["trainer.early_stop.metric=headline", "trainer.early_stop.patience=2"]
+    folder = run(2, values := [0.5, 0.4, 0.6, 0.7, 0.1, 0.2, 0.3], *settings)
+    (folder / "best").unlink()
+    if obstacle == "folder":
+        (folder / "best").mkdir()
+        (folder / "best/mine").touch()
+    else:
+        monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links here")))
+    run(6, values, *settings, *stop)
+    output, error = capsys.readouterr()
+    assert "ended early: headline 0.3500 at step 3 was the best" in output
+    assert checkpoints(folder) == ["global_step_3", "global_step_5"]
+    assert error.count(f"{folder}/best cannot name the best checkpoint, global_step_3 now") == 1
+    assert (folder / "best/mine").exists() == (obstacle == "folder") and not (folder / ".best").is_symlink()
 
 
 def test_a_run_ends_once_it_has_reached_its_target(run, capsys):

@@ -95,7 +95,7 @@ def test_moves_that_are_paid_alike_are_named_once_and_before_the_step_has_shown_
     moves = pytest.importorskip("extras.gym.actions").Moves(30, 30, frozenset([0.0]))
     for metrics in (TEACHES, TEACHES | {"critic/score/max": 0.0, "critic/score/mean": 0.0}):
         [said] = findings(SOUND, metrics, CONFIG, TOKENIZER, moves)
-        assert said.startswith("in 30 of 30 training states all legal actions pay alike (0)")
+        assert said.startswith("in 30 of 30 training states all legal actions pay alike (0;")
 
 
 def test_a_reward_that_teaches_nothing_is_explained():

@@ -72,6 +72,7 @@ def test_states_whose_moves_are_paid_alike_are_counted(env_id, settings, teach_n
     assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == chance
     assert moves.teach_nothing is teach_nothing and moves.alike <= moves.states <= 30
     assert pays is None or moves.pays == pays
+    assert moves.illegal == environment.invalid_reward
     assert compare_moves(CustomRewardManager(environment), []) is None
     again = compare_moves(CustomRewardManager(environment), [environment.get_state(0)] * 2)
     assert again.states == 1
@@ -93,7 +94,8 @@ def test_it_is_not_asked_who_pays_by_more_than_the_environment_does(monkeypatch)
     ("states", "alike", "flat"), [(30, 30, True), (30, 27, True), (30, 26, False), (4, 3, False), (1, 1, True)]
 )
 def test_moves_teach_nothing_where_they_differ_in_a_tenth_of_the_states_at_most(states, alike, flat):
-    moves = Moves(states, alike, frozenset([0.0]))
+    moves = Moves(states, alike, frozenset([0.0]), -1.0)
     assert moves.teach_nothing is flat
-    assert f"in {alike} of {states} states all legal actions pay alike (0)" in moves.advice("states")
+    told = f"in {alike} of {states} states all legal actions pay alike (0; an illegal answer -1): "
+    assert moves.advice("states").startswith(told)
     assert "alike:" in Moves(states, alike, frozenset([0.0, 1.0])).advice("states")

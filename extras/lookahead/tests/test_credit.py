@@ -101,6 +101,43 @@ def test_search_finds_the_best_actions_of_value_iteration_in_every_state(env_id,
             assert environment.credit.best(EnvState(start, way, "")) == (wanted if len(wanted) < len(values) else ())
 
 
+class Boards(gym.Env):
+    """Three cells, of which one pays; what is held as it is differs from reset to reset, where `constant`."""
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Discrete(3)
+
+    def __init__(self, constant=False):
+        self.constant = constant
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.board, self.place = np.eye(3)[self.np_random.integers(3)], int(self.np_random.integers(3))
+        self.board.flags.writeable = not self.constant
+        return self.place, {}
+
+    def step(self, action):
+        self.place = (self.place + action + 1) % 3
+        return self.place, float(self.board[self.place]), bool(self.board[self.place]), False, {}
+
+
+gym.register("Boards-v0", Boards)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "settings", "count"),
+    [("examples/games/blocks.py:Blocks-v0", {}, 24), ("Boards-v0", {}, 6), ("Boards-v0", {"constant": True}, 6)],
+)
+def test_a_map_that_another_reset_has_come_by_is_the_one_that_search_finds(env_id, settings, count):
+    """There are 24 towers of four blocks; three boards, whose paying cells no other start reaches."""
+    environment = make_env(env_id, reward="search", **settings)
+    for seed in range(60):
+        shared, alone = environment.credit.map_of(seed), explore(environment, seed)
+        assert shared.ways == alone.ways and shared.numbers == alone.numbers
+        assert np.array_equal(shared.following, alone.following) and np.array_equal(shared.values, alone.values)
+    assert len(environment.credit.maps) <= count
+
+
 CHANCE = {  # name: (draws, makes what the environment holds)
     "its own": (lambda env: env.np_random.random(), int),
     "held": (lambda env: env.held["deep"][0].random(), np.random.default_rng),

@@ -146,6 +146,31 @@ def test_matrices_of_lora_are_not_merged_without_the_weights(tiny_model, tmp_pat
     assert "holds LoRA's matrices alone" in capsys.readouterr().err
 
 
+def test_links_out_of_a_checkpoint_are_not_followed(tiny_model, tmp_path, capsys):
+    """A link's target would become a file of the model, and --push_to_hub would publish it."""
+    saved_engine(tiny_model, saved := tmp_path / "saved", (-1, 1), False)
+    huggingface = saved / "huggingface"
+    (secrets := tmp_path / "secrets").mkdir()
+    (secrets / "key.txt").write_text("secret")
+    words = f"merge --backend fsdp --local_dir {saved} --push_to_hub me/model --target_dir".split()
+    (saved / "more").mkdir()
+    (saved / "more/deep.txt").symlink_to(secrets / "key.txt")
+    for name, target in (
+        ("notes.txt", secrets / "key.txt"), ("folder", secrets), ("chain.txt", saved / "more/deep.txt"),
+        ("inside", saved / "more"), ("relative.txt", Path("../../secrets/key.txt")), ("dangling", saved / "nothing"),
+    ):  # fmt: skip
+        (link := huggingface / name).symlink_to(target)
+        with pytest.raises(SystemExit) as stop:
+            merge([*words, str(tmp_path / "merged")])
+        assert stop.value.code == 2 and f"error: {link} is a link to {link.resolve()}: " in capsys.readouterr().err
+        assert not (tmp_path / "merged").exists()
+        link.unlink()
+    (saved / "blob").write_text("{}")
+    (huggingface / "kept.json").symlink_to(Path("../blob"))  # as the hub's cache has them
+    merge_folder(saved, tmp_path / "merged")
+    assert (tmp_path / "merged/kept.json").read_text() == "{}" and not (tmp_path / "merged/kept.json").is_symlink()
+
+
 def test_merging_refuses_what_it_cannot_merge(tiny_model, tmp_path, capsys):
     saved_engine(tiny_model, saved := tmp_path / "saved", (-1, 1), False)
 

@@ -15,7 +15,7 @@ import pytest
 from data.files import sole_run
 from extras.report.__main__ import main
 from extras.report.page import build_page, embed, page_data
-from extras.report.runs import group_name, read_runs
+from extras.report.runs import RunRecord, group_name, read_runs
 from extras.report.samples import pack_samples
 from tests.fake_runs import change_samples, write_run
 
@@ -174,13 +174,52 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group(tmp_path):
     (folders[3] / "run.json").write_text(json.dumps(info))
     runs = read_runs(folders)
     assert [run.group for run in runs] == ["a (3 seeds)"] * 3 + ["b"]
-    assert group_name(["seed_0", "seed_1"]) == "seed (2 seeds)"
     again = write_run(tmp_path / "a_again", steps=2, seed=2)
     assert {run.group for run in read_runs([*folders[2:3], tmp_path / "b/../a_seed2", again])} == {"a (2 runs)"}
     changed = {row["key"]: row["values"] for row in page_data(runs, ALL)["differences"]}
     assert changed["trainer.total_epochs"] == [None, None, None, "7"]
     assert changed["trainer.seed"] == ["0", "1", "2", "0"]
     assert changed["version of torch"] == ["2.13.0"] * 3 + ["2.14.0"] and "version of python" not in changed
+
+
+@pytest.mark.parametrize(
+    ("names", "group"),
+    [
+        ("p2 seed=0 lr=0.001, p2 seed=1 lr=0.001", "p2 lr=0.001"),
+        ("lr=0.001 seed=9, lr=0.001 seed=10", "lr=0.001"),
+        ("seed0_a, seed1_a", "a"),
+        ("a_seed_0, a_seed_1", "a"),
+        ("p data.seed=0 trainer.seed=1, p data.seed=1 trainer.seed=1", "p trainer.seed=1"),
+        ("seed_0, seed_1", "seed"),
+        ("run.0, run.1", "run"),
+        ("tiny_train.jsonl_0c44, tiny_train.jsonl_a1b2", "tiny_train.jsonl"),
+        ("one, two", "one"),
+        ("7, 8", "7"),
+    ],
+)
+def test_a_group_is_named_by_the_words_that_its_runs_share(names, group):
+    runs = [
+        RunRecord(name, Path(name), config={"trainer": {"seed": seed}}) for seed, name in enumerate(names.split(", "))
+    ]
+    assert group_name(runs) == f"{group} (2 seeds)"
+    assert group_name(runs[:1]) == runs[0].name
+
+
+@pytest.mark.parametrize("name", ["p2 seed={seed} epochs={epochs}", "seed{seed}_{epochs}", "run{number}", "x{number}y"])
+def test_runs_are_in_one_group_where_they_differ_in_the_seed_alone_whatever_their_names_are(tmp_path, name):
+    """Two seeds × three settings, the seed first: what a sweep of trainer.seed=0,1 and another setting makes."""
+    asked = [(seed, epochs) for seed in range(2) for epochs in (1, 2, 3)]
+    names = [name.format(seed=seed, epochs=epochs, number=number) for number, (seed, epochs) in enumerate(asked)]
+    folders = [
+        write_run(tmp_path / text, 1, 0, seed=seed, total_epochs=epochs)
+        for text, (seed, epochs) in zip(names, asked, strict=True)
+    ]
+    data = page_data(read_runs(folders), ALL)
+    groups = {}
+    for run, (_, epochs) in zip(data["runs"], asked, strict=True):
+        groups.setdefault(run["group"], set()).add(epochs)
+    assert sorted(groups.values(), key=min) == [{1}, {2}, {3}]
+    assert [mean["group"] for mean in data["means"]] == [*groups] and data["title"] == ", ".join(groups)
 
 
 def test_a_long_run_keeps_every_so_many_points_and_the_last(tmp_path):

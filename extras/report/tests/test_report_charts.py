@@ -34,14 +34,14 @@ def heights(items: list[dict[str, Any]]) -> np.ndarray:
     return np.array([item["y"] for item in items])
 
 
-def test_the_mean_is_over_a_tenth_of_the_points_at_the_ends_too():
+def test_the_mean_is_over_a_tenth_of_the_points_and_begins_with_the_first():
     values = np.arange(40.0) ** 2
     drawn = layers(specs()["metric"], curve_rows({"a": [*enumerate(values)]}))
     [raw], [smooth] = drawn["layer_0_marks"], drawn["layer_3_marks"]
     slope, offset = np.polyfit(heights(raw), values, 1)
     smoothed = slope * heights(smooth) + offset
     assert smoothed[20] == pytest.approx(np.mean([18**2, 19**2, 20**2, 21**2, 22**2]))
-    assert smoothed[[0, 1, 2]] == pytest.approx([np.mean([0, 1, 4, 9, 16])] * 3)
+    assert smoothed[[0, 1, 2]] == pytest.approx([0, np.mean([0, 1, 4]), np.mean([0, 1, 4, 9, 16])])
     assert smoothed[[-1, -2, -3]] == pytest.approx([np.mean(values[-5:])] * 3)  # not the last raw point
     assert [item["opacity"] for item in drawn["legend-symbol"][0]] == [1]
 

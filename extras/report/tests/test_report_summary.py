@@ -97,7 +97,8 @@ THRESHOLDS = [  # by metrics, their values at the threshold and beyond it, and w
     ({ACC: ([0.2, 1.0, 0.9], [0.2, 1.0, 0.89])}, "Validation on sums: success was 1 at step 2 and is 0.89"),
     ({"val/loss": ([20.0, 10.0, 11.0], [20.0, 10.0, 11.1])}, "Validation: loss was 10 at step 2"),
     ({f"{SCORE}/mean": ([0.1, 0.2], [0.1, 0.21]), f"{SCORE}/min": ([0.0],) * 2, f"{SCORE}/max": ([1.0],) * 2,
-      ACC: ([0.3, 0.35],) * 2}, "rose from 0.1 to 0.21, and validation on sums: success was not above 0.3 up"),
+      ACC: ([0.3, 0.3, 0.35],) * 2},
+     "rose from 0.1 to 0.21, and validation on sums: success was not above 0.3 in 3 validations up to step 3"),
     ({"action/L/share": ([0.01] * 10, [0.009] * 10), "action/R/share": ([0.41] * 10,) * 2},
      "L: played in less than 1% of the answers late in the run (action/…/share), and R in 41%"),
     ({"action/L/share": ([0.0] * 10,) * 2, "action/R/share": ([0.4] * 10, [0.41] * 10)}, "and R in 41%"),
@@ -126,11 +127,25 @@ def test_settings_of_the_run_are_its_thresholds():
     assert findings(record(ties | far, config={"trainer": {"no_signal_steps": 0, "max_rollout_mismatch": None}})) == []
 
 
-@pytest.mark.parametrize("last", [0.36, 0.91])
-def test_a_validation_that_rises_or_has_reached_the_best_score_is_not_flat(last):
-    first = 0.3 if last < 0.5 else last
-    scores = {"critic/score/min": [0.0], "critic/score/max": [1.0], "critic/score/mean": [0.1, 0.9]}
-    assert findings(record(scores | {ACC: [first, last]})) == []
+@pytest.mark.parametrize(
+    ("values", "least", "is_flat"),
+    [
+        ([0.3, 0.3, 0.34], 0.0, True),
+        ([0.3, 0.34], 0.0, False),  # two
+        ([0.3, 0.36, 0.36], 0.0, False),  # it rises
+        ([0.91] * 3, 0.0, False),  # near the best score
+        ([-0.1] * 3, -1.0, False),  # the same of scores below 0
+        ([-0.9] * 3, -1.0, True),
+        ([-210.0, -205.0, -201.0], -1.0, True),  # whole episodes, in another unit
+    ],
+)
+def test_a_validation_is_flat_where_the_reward_rises_and_it_does_not(values, least, is_flat):
+    best = least + 1.0
+    scores = {"critic/score/min": [least], "critic/score/max": [best], "critic/score/mean": [best - 0.9, best - 0.1]}
+    run = record(scores | {ACC: values, "critic/vf_explained_var": [-1.0]})
+    last_lines = findings(run, at_end=True)
+    assert ["was not above" in finding.text for finding in last_lines] == [True] * is_flat
+    assert len(findings(run)) == 1 + is_flat  # the page has the others, too
 
 
 def test_a_random_player_is_a_bar_from_the_middle_of_a_run_on():
@@ -142,8 +157,21 @@ def test_a_random_player_is_a_bar_from_the_middle_of_a_run_on():
     assert "The return on B-v0 is 0.1 in the last validation, a random player's 0.2." in sentences(early)
 
 
-def test_a_single_token_is_not_cut():
-    assert findings(record({"response_length/clip_ratio": [1.0], "response_length/max": [1.0]})) == []
+@pytest.mark.parametrize(
+    ("metrics", "is_said"),
+    [
+        ({}, True),
+        ({"response_length/max": [1.0]}, False),
+        ({"reward/valid_action/mean": [0.9]}, False),
+        ({"reward/valid_action/mean": [0.1]}, True),
+        ({f"{SCORE}/{name}": [-1.0] for name in ("min", "mean", "max")}, False),  # a constant
+        ({f"{SCORE}/min": [0.0], f"{SCORE}/mean": [0.95], f"{SCORE}/max": [1.0]}, False),
+        ({f"{SCORE}/min": [0.0], f"{SCORE}/mean": [0.5], f"{SCORE}/max": [1.0]}, True),
+    ],
+)
+def test_an_answer_is_cut_where_it_is_long_and_may_be_worth_less_for_it(metrics, is_said):
+    run = record({"response_length/clip_ratio": [1.0], "response_length/max": [9.0], **metrics})
+    assert ["may be cut" in finding.text for finding in findings(run)] == [True] * is_said
 
 
 @pytest.mark.parametrize(("late_score", "is_said"), [(0.99, False), (0.91, False), (0.89, True), (0.5, True)])

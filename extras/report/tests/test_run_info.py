@@ -17,7 +17,9 @@ import torch
 import main
 from configs.errors import latest, notice
 from extras.report import observer
-from extras.report.observer import EventFile, RunFile, git_state, machine
+from extras.report.observer import EventFile, Report, RunFile, git_state, machine
+from extras.report.runs import read_run
+from extras.report.summary import findings
 from tests.forked import python
 from tests.runs import ROOT, compose, files_of_at_most, short_run
 
@@ -33,6 +35,20 @@ def endings(folder: Path) -> list[tuple[str | None, str | None, int]]:
     """Lists how each start of a run ended, why, and after which step."""
     starts = json.loads((folder / "run.json").read_text())["starts"]
     return [(start["ending"], start["reason"], start["step"]) for start in starts]
+
+
+def test_the_last_lines_of_a_run_have_what_its_page_will_say_of_the_whole_run(tmp_path, capsys):
+    run, scores = run_in(tmp_path), {"critic/score/min": 0.0, "critic/score/max": 1.0, "val-core/sums/acc/mean@1": 0.0}
+    run.tokenizer = None
+    report = Report(run)
+    report.samples = None
+    report.started(0)
+    entries = [{"step": step, "data": scores | {"critic/score/mean": step / 4}} for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    report.ended(None)
+    [line, _] = capsys.readouterr().out.splitlines()
+    [finding] = findings(read_run(tmp_path))
+    assert line == f"looks wrong: {finding.text} {finding.remedy}" and "in 4 validations up to step 3" in line
 
 
 def test_a_start_is_described_with_its_end(tiny_model, tmp_path, capsys):

@@ -18,7 +18,7 @@ from tests.runs import ROOT, compose, learning_metrics, short_run, state_files
 PATIENCE = 180  # seconds
 RUN = """
 from extras.restarts import restarts
-restarts.SHORT_PAUSE, restarts.FIRST_PAUSES, restarts.END_SECONDS = 0.1, {75: 0.2}, 2.0
+restarts.SHORT_PAUSE, restarts.FIRST_PAUSES, restarts.END_SECONDS, restarts.IN_ALL = 0.1, {75: 0.2}, 2.0, 3
 from main import main
 main()
 """
@@ -151,6 +151,13 @@ def test_restarts_without_a_checkpoint_are_counted(start, tmp_path):
     assert "trainer.max_restarts=2 times since its last checkpoint" in done.stderr
 
 
+def test_restarts_are_counted_in_all_however_many_checkpoints_there_were(start, tmp_path):
+    done = start({f"named {step}": "kill()" for step in range(1, 6)}, "trainer.max_restarts=1").wait(PATIENCE)
+    assert done.returncode == -signal.SIGKILL and starts(tmp_path / "run") == 4
+    assert "again 3 times trainer.max_restarts=1. The same command goes on from its last checkpoint" in done.stderr
+    assert (tmp_path / "run/global_step_4").is_dir()
+
+
 @pytest.mark.parametrize("both", [False, True], ids=["to the command", "to both processes"])
 def test_a_signal_reaches_the_run_once(start, tmp_path, both):
     """A terminal and a batch system signal both processes; a second signal would kill the run before it has saved."""
@@ -169,9 +176,12 @@ def test_a_run_saves_and_ends_when_its_parent_is_killed(start, tmp_path):
     until((tmp_path / "here").exists)
     [child] = children_of(run.pid)
     os.kill(run.pid, signal.SIGKILL)
+    error = os.dup(run.output[1].fileno())  # the child writes to it yet
     run.wait(PATIENCE)
     until(lambda: not is_alive(child))
     assert (tmp_path / "run/global_step_2").is_dir()
+    assert b"step 2 is saved" in (text := os.pread(error, 1 << 20, 0)) and b"BrokenPipe" not in text
+    os.close(error)
 
 
 def test_what_a_dead_run_leaves_behind_is_ended_once_that_is_said(start, tmp_path):

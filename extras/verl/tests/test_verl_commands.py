@@ -209,6 +209,10 @@ def test_whole_commands_of_all_kinds_and_versions_compose_or_say_why_not(name, c
     [
         ("main", f"{A}.optim.lr=1e-5 {A}.optim.min_lr=5e-6", f"{A}.optim.min_lr_ratio", 0.5),
         ("main", f"{A}.optim.min_lr=1e-6 {A}.optim.lr=0", f"{A}.optim.min_lr_ratio", 0),
+        ("main", f"{A}.optim.lr=1e-5 {A}.optim.lr_warmup_init=5e-6", f"{A}.optim.init_lr_ratio", 0.5),
+        ("main", f"{A}.optim.init_lr_ratio=null", f"{A}.optim.init_lr_ratio", 0),
+        ("main", "critic.optim.zero_indexed_step=False", "critic.optim.zero_indexed_step", False),
+        ("sft", "optim.lr=1e-5 optim.lr_warmup_init=5e-6", "optim.init_lr_ratio", 0.5),
         ("main", f"{A}.use_token_level_loss=False", f"{A}.loss_agg_mode", "seq-mean-token-mean"),
         ("main", f"{A}.optim.exp_avg_dtype=bf16", f"{A}.optim.moments_dtype", "bfloat16"),
         ("main", f"{A}.use_rollout_log_probs=True", "algorithm.rollout_correction.bypass_mode", True),

@@ -456,7 +456,11 @@ def schedule_calls(kind: str, options: tuple[str, ...], seed: int) -> Iterator[C
     yield Call(kind, (kind, seed % 4, 20), {name: seed / 10 for name in options})
 
 
-SCHEDULES = {"constant": (), "cosine": ("min_lr_ratio", "num_cycles"), "wsd": ("min_lr_ratio", "stable_ratio")}
+SCHEDULES = {
+    "constant": (),
+    "cosine": ("min_lr_ratio", "num_cycles", "init_lr_ratio"),
+    "wsd": ("min_lr_ratio", "stable_ratio"),
+}
 for kind, options in SCHEDULES.items():
     case(FUNCTIONAL, f"get_{kind}_schedule_with_warmup", schedule)(partial(schedule_calls, kind, options))
 

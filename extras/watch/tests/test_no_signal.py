@@ -19,7 +19,7 @@ def scores(most: float, mean: float, least: float, advantage: float) -> dict[str
     return {"critic/score/max": most, "critic/score/mean": mean, "critic/score/min": least, **ends}
 
 
-TIES, TEACHES = scores(0.0, 0.0, 0.0, 0.0), scores(1.0, 0.5, 0.0, 0.7)
+TIES, TEACHES, LOST = scores(0.0, 0.0, 0.0, 0.0), scores(1.0, 0.5, 0.0, 0.7), scores(-1.0, -1.0, -1.0, 0.0)
 FULL = {"episode/tokens/policy/mean": 9.0, "end_reason/context_full": 0.7, "end_reason/max_tokens": 0.2}
 LENGTHS = {"response_length/max": 8.0, "response_length/clip_ratio": 0.0, "training/global_step": 7.0}
 TOKENIZER = build_tokenizer()
@@ -63,7 +63,9 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
         ({**TIES, "response_length/clip_ratio": 0.9}, "every response scores 0, and 90% of the responses reach data"),
         ({**TIES, "response_length/clip_ratio": 1.0, "response_length/max": 1.0}, "too rare to be found by chance"),
         ({**TIES, "response_length/clip_ratio": 1.0, "reward/valid_action/mean": 0.9}, "too rare to be found"),
-        (scores(-1.0, -1.0, -1.0, 0.0), "^every response scores -1. The reward is the same"),
+        (LOST, "^the reward returns -1 for every .*try_reward.*If it does, no answer is right.$"),
+        ({**LOST, "response_length/clip_ratio": 0.9}, "^the reward returns -1 .*, or all are cut: 90% .*_length.$"),
+        ({**LOST, "reward/valid_action/mean": 0.9}, "^every response scores -1. The reward is the same"),
         ({**TEACHES, "critic/advantages/max": 0.0}, "samples of a prompt always score alike.*entropy_coeff=0.2"),
         ({**TEACHES, "critic/score/mean": 0.004}, "^nearly every response scores 0. The reward is the same"),
         ({**TEACHES, "critic/score/mean": 0.99}, "^nearly every response scores 1. .* or the task is mastered"),
@@ -130,7 +132,7 @@ def test_two_responses_are_shown_with_it(caplog, capsys):
     watch.check({**LENGTHS, **TIES}, BATCH)
     shown = capsys.readouterr().out
     assert "of a step that taught nothing · 1 of 2" in shown and "2 of 2" in shown
-    assert [text for text in ("none", "of these", "pays") if f"?{text} " in shown] == ["none", "pays"]
+    assert [text for text in ("none", "of these", "pays") if f"?» {text} « " in shown] == ["none", "pays"]
 
 
 def test_it_is_said_once_in_a_row_and_again_after_a_step_below(caplog):
