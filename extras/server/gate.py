@@ -64,8 +64,7 @@ class HTTPProtocol(H11Protocol):
 def server_config(app: ASGIApp, **settings: Any) -> uvicorn.Config:
     """Returns the config of a server, or of several that share a bound on connections; `settings` are uvicorn's."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    bounded = descriptors != resource.RLIM_INFINITY
-    protocol = partial(HTTPProtocol, {}, min(MOST_CONNECTIONS, descriptors * 2 // 3) if bounded else MOST_CONNECTIONS)
+    protocol = partial(HTTPProtocol, {}, min(MOST_CONNECTIONS, descriptors * 2 // 3))
     return uvicorn.Config(app, http=protocol, ws="none", backlog=BACKLOG, **settings)
 
 
