@@ -22,6 +22,7 @@ from data.seeding import derive_seed
 from data.types import SamplingParams
 from extras.overlap.pools import ApartRollout
 from extras.overlap.record import ENGINE_STEPS, GROUPS, REMEDY, Record
+from training.checkpoint import checkpoint_to_resume
 from training.episode_rows import check_failures
 from training.metric_utils import timer
 from training.ray_trainer import Metrics, RayPPOTrainer, Rollouts
@@ -119,26 +120,21 @@ class Ahead(RayPPOTrainer):
         return super().state() | {"positions": self.positions, "learnt": self.learnt}
 
     def resume(self) -> None:
+        """Begins the record behind the checkpoint that the run goes on from, and reads that of trainer.replay."""
+        trainer, folder = self.config.trainer, checkpoint_to_resume(self.config)
+        if not trainer.val_only:
+            step = int(folder.name.rpartition("_")[2]) if folder else 0
+            self.roles["generator"].all("start", step)
+            self.record = Record(self.folder / GROUPS, step, itemgetter("step"))
+        if trainer.replay and not trainer.val_only:
+            steps, groups = (read_metrics(Path(trainer.replay) / name) for name in (ENGINE_STEPS.format(0), GROUPS))
+            self.stops = {entry.get("resumed_at", 0) for entry in steps}
+            self.plan = {entry["step"]: entry["groups"] for entry in groups}
         super().resume()
-        if not self.global_step:
-            self.start()
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self.positions, self.learnt = state.get("positions", {}), state.get("learnt", self.global_step)
-        self.start()
-
-    def start(self) -> None:
-        """Has a record kept of a training that goes on after this step, and reads that of trainer.replay."""
-        trainer = self.config.trainer
-        if trainer.val_only:
-            return
-        self.roles["generator"].all("start", self.global_step)
-        self.record = Record(self.folder / GROUPS, self.global_step, itemgetter("step"))
-        if trainer.replay:
-            steps, groups = (read_metrics(Path(trainer.replay) / name) for name in (ENGINE_STEPS.format(0), GROUPS))
-            self.stops = {entry.get("resumed_at", 0) for entry in steps}
-            self.plan = {entry["step"]: entry["groups"] for entry in groups}
 
 
 class Strict(Ahead):

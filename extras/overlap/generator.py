@@ -159,10 +159,11 @@ class Generator:
 
     Attributes:
         calls: the rows that answer each call, and with what the names of its episodes begin.
-        resumed_at: the step after which the training goes on of which a record is kept; None: there is none.
+        record, plan: of the engine; without `start`, as in a dry run, there are none.
     """
 
-    resumed_at: int | None = None
+    record: Record | None = None
+    plan: Sequence[dict] = ()
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker, self.config = worker, worker.config
@@ -176,25 +177,23 @@ class Generator:
 
     @cached_property
     def pump(self) -> ReloadingEngine:
-        """Starts to serve, in one thread; raises ConfigError if the run that is played again did not start as this."""
-        trainer, step, name = self.config.trainer, self.resumed_at, ENGINE_STEPS.format(rank())
-        record, plan = None, []
-        if step is not None and trainer.replay:
+        """Starts to serve, in one thread."""
+        self.rollout, thread = self.worker.roles["rollout"], ThreadPoolExecutor(1)
+        return ReloadingEngine(self.rollout.engine, self.precision, thread, record=self.record, plan=self.plan)
+
+    def start(self, step: int) -> None:
+        """Begins the record of a training that goes on after `step`, before all else; raises ConfigError if the run
+        that is played again did not go on there."""
+        trainer, name = self.config.trainer, ENGINE_STEPS.format(rank())
+        if trainer.replay:
             entries = read_metrics(Path(trainer.replay) / name)
-            plan = [entry for entry in entries if entry.get("resumed_at", 0) == step]
-            if not plan:
+            self.plan = [entry for entry in entries if entry.get("resumed_at", 0) == step]
+            if not self.plan:
                 raise ConfigError(
                     f"trainer.replay={trainer.replay}: that run did not go on after step {step}, as this one does: set "
                     "trainer.resume_mode=disable."
                 )
-        if step is not None:
-            record = Record(Path(trainer.default_local_dir) / name, step, last_step)
-        self.rollout = self.worker.roles["rollout"]
-        return ReloadingEngine(self.rollout.engine, self.precision, ThreadPoolExecutor(1), record=record, plan=plan)
-
-    def start(self, step: int) -> None:
-        """Has a record kept of a training that goes on after `step`; called before all else."""
-        self.resumed_at = step
+        self.record = Record(Path(trainer.default_local_dir) / name, step, last_step)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
