@@ -21,7 +21,7 @@ from data.protocol import DataProto, join_rows
 from data.seeding import derive_seed
 from data.types import SamplingParams
 from extras.overlap.pools import ApartRollout
-from extras.overlap.record import ENGINE_STEPS, GROUPS, REMEDY, Record
+from extras.overlap.record import GROUPS, REMEDY, Record
 from training.checkpoint import checkpoint_to_resume
 from training.episode_rows import check_failures
 from training.metric_utils import timer
@@ -124,12 +124,10 @@ class Ahead(RayPPOTrainer):
         trainer, folder = self.config.trainer, checkpoint_to_resume(self.config)
         if not trainer.val_only:
             step = int(folder.name.rpartition("_")[2]) if folder else 0
-            self.roles["generator"].all("start", step)
+            self.stops = self.roles["generator"].all("start", step)[0]
             self.record = Record(self.folder / GROUPS, step, itemgetter("step"))
-        if trainer.replay and not trainer.val_only:
-            steps, groups = (read_metrics(Path(trainer.replay) / name) for name in (ENGINE_STEPS.format(0), GROUPS))
-            self.stops = {entry.get("resumed_at", 0) for entry in steps}
-            self.plan = {entry["step"]: entry["groups"] for entry in groups}
+        if trainer.replay:
+            self.plan = {entry["step"]: entry["groups"] for entry in read_metrics(Path(trainer.replay) / GROUPS)}
         super().resume()
 
     def restore(self, state: dict[str, Any]) -> None:

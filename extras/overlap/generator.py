@@ -15,12 +15,11 @@ from typing import Any
 
 from configs.errors import ConfigError
 from data.concurrency import start_loop
-from data.files import read_metrics
 from data.padding import PromptIds, collate, media_of
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
-from extras.overlap.record import ENGINE_STEPS, REMEDY, Record
+from extras.overlap.record import ENGINE_STEPS, REMEDY, Record, last_step, read_lives
 from workers.agents.episode import Policy
 from workers.collectives import rank
 from workers.engine_pump import AsyncEngine, EngineError, Step
@@ -73,9 +72,8 @@ class ReloadingEngine(AsyncEngine):
         (leaving, self.leaving), planned = (self.leaving, []), {"joining": [], "ended": [], "weights": []}
         if self.plan[-1]["step"] == self.steps:
             planned = self.plan.pop()
-        elif not self.in_engine:
-            later = self.plan[-1]["step"]
-            raise EngineError(f"trainer.replay: the engine is idle at its step {self.steps}, before {later}. {REMEDY}")
+        elif not self.in_engine:  # so it gets no further
+            raise EngineError(f"trainer.replay: the engine has nothing to do after step {self.steps} of it. {REMEDY}")
         joining = [await self._come("joining", lambda request: request.seed, seed) for seed in planned["joining"]]
         ended = [await self._come("ended", lambda episode: episode, episode) for episode in planned["ended"]]
         for self.awaited in planned["weights"]:
@@ -149,11 +147,6 @@ class ReloadingEngine(AsyncEngine):
         return replace(done, token_ids=token_ids, log_probs=log_probs, weight_version=versions)
 
 
-def last_step(entry: dict[str, Any]) -> int:
-    """Returns the last step that an entry tells of, where a life of the run is of its first step at the least."""
-    return max([entry.get("resumed_at", 0) + 1, *entry["weights"]])
-
-
 class Generator:
     """Generates beside what else this worker is asked for.
 
@@ -181,19 +174,19 @@ class Generator:
         self.rollout, thread = self.worker.roles["rollout"], ThreadPoolExecutor(1)
         return ReloadingEngine(self.rollout.engine, self.precision, thread, record=self.record, plan=self.plan)
 
-    def start(self, step: int) -> None:
-        """Begins the record of a training that goes on after `step`, before all else; raises ConfigError if the run
-        that is played again did not go on there."""
+    def start(self, step: int) -> set[int]:
+        """Begins the record of a training that goes on after `step`, before all else; returns the steps after which the
+        run that is played again went on, and raises ConfigError if `step` is none of them."""
         trainer, name = self.config.trainer, ENGINE_STEPS.format(rank())
-        if trainer.replay:
-            entries = read_metrics(Path(trainer.replay) / name)
-            self.plan = [entry for entry in entries if entry.get("resumed_at", 0) == step]
-            if not self.plan:
-                raise ConfigError(
-                    f"trainer.replay={trainer.replay}: that run did not go on after step {step}, as this one does: set "
-                    "trainer.resume_mode=disable."
-                )
+        lives = read_lives(Path(trainer.replay) / name) if trainer.replay else {step: []}
+        if step not in lives:
+            raise ConfigError(
+                f"trainer.replay={trainer.replay}: that run did not go on after step {step}, as this one does: set "
+                "trainer.resume_mode=disable."
+            )
+        self.plan = lives[step]
         self.record = Record(Path(trainer.default_local_dir) / name, step, last_step)
+        return {*lives}
 
     @contextmanager
     def precision(self) -> Iterator[None]:

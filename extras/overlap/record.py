@@ -12,6 +12,7 @@ from data.files import append, json_line, read_metrics, rewrite
 
 ENGINE_STEPS, GROUPS = "engine_steps_{}.jsonl", "groups.jsonl"
 REMEDY = "Give the settings of the run that is played again."
+Entry = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +24,12 @@ class Record:
     `step_of` returns the last step that an entry tells of.
     """
 
-    def __init__(self, path: Path, step: int, step_of: Callable[[dict[str, Any]], int]) -> None:
+    def __init__(self, path: Path, step: int, step_of: Callable[[Entry], int]) -> None:
         self.path, self.step = path, step
         kept = takewhile(lambda entry: step_of(entry) <= step, read_metrics(path))
         self._change(rewrite, b"".join(map(json_line, kept)))
 
-    def write(self, entry: dict[str, Any]) -> None:
+    def write(self, entry: Entry) -> None:
         self._change(append, json_line({"resumed_at": self.step, **entry}), False)
 
     def _change(self, change: Callable[..., None], *arguments: Any) -> None:
@@ -40,6 +41,19 @@ class Record:
             with suppress(OSError):
                 self.path.rename(f"{self.path}.incomplete")
             self.path = None
+
+
+def last_step(entry: Entry) -> int:
+    """Returns the last step that an entry of engine steps tells of: the first of its life, or a later one."""
+    return max([entry.get("resumed_at", 0) + 1, *entry["weights"]])
+
+
+def read_lives(path: Path) -> dict[int, list[Entry]]:
+    """Returns the entries of engine steps, by the step after which that life of the run went on."""
+    lives: dict[int, list[Entry]] = {}
+    for entry in read_metrics(path):
+        lives.setdefault(entry.get("resumed_at", 0), []).append(entry)
+    return lives
 
 
 def check_replay(folder: Path, run_folder: Path, names: Sequence[str]) -> None:

@@ -25,8 +25,8 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.files import read_metrics
 from data.types import Completion, SamplingParams
 from extras.overlap.fully_async import AsyncRollout
-from extras.overlap.generator import Generator, ReloadingEngine, last_step
-from extras.overlap.record import GROUPS, Record
+from extras.overlap.generator import Generator, ReloadingEngine
+from extras.overlap.record import GROUPS, Record, last_step
 from extras.overlap.tests.test_overlap import ALGORITHMS, APART, assert_same_weights, trained
 from tests.runs import compose, files_of_at_most, needs_vllm
 from training.checkpoint import LATEST
@@ -126,7 +126,7 @@ IDLE = [{"step": 3, "joining": [0], "ended": [], "weights": []}]  # the engine n
     [
         ([cut], [], "the wire is cut"),
         ([cut, Mock()], [], "the wire is cut"),  # the second waits in the same step
-        ([Mock()], IDLE, "trainer.replay: the engine is idle at its step 0, before 3"),
+        ([Mock()], IDLE, "trainer.replay: the engine has nothing to do after step 0"),
     ],
     ids=str,
 )
