@@ -53,8 +53,8 @@ def rewrite(path: str | PathLike, content: bytes) -> None:
         file.write(content)
 
 
-def append(path: str | PathLike, content: bytes) -> None:
-    """Adds `content` to the end of `path`; it is on disk when this returns.
+def append(path: str | PathLike, content: bytes, to_disk: bool = True) -> None:
+    """Adds `content` to the end of `path`; it is on disk when this returns, or else `to_disk` is False.
 
     Raises:
         OSError: the disk is full or unwritable; nothing of `content` was added.
@@ -64,7 +64,8 @@ def append(path: str | PathLike, content: bytes) -> None:
         try:
             if file.write(content) < len(content):  # the rest does not fit on the disk
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            os.fsync(file.fileno())
+            if to_disk:
+                os.fsync(file.fileno())
         except OSError:
             file.truncate(end)
             raise

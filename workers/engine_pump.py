@@ -180,7 +180,7 @@ class AsyncEngine:
         if pumping.cancelled():
             return
         if (error := pumping.exception()) is None:
-            if self.joining or self.leaving or self.ended:  # they came after the last check
+            if self._has_work():  # it came after the last check
                 self._wake()
             return
         logger.error("the engine raised; the requests in flight are lost", exc_info=error)

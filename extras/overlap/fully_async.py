@@ -5,27 +5,31 @@ k may begin once step k − 1 − max_staleness is learnt. So no token is older 
 0 the run is the synchronous one. Each batch is collected by the trainer's own `collect`, in a thread.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from configs.schema import Config
+from data.files import read_metrics
 from data.protocol import DataProto, join_rows
 from data.seeding import derive_seed
 from data.types import SamplingParams
 from extras.overlap.pools import ApartRollout
+from extras.overlap.record import GROUPS, REMEDY, Record
+from training.checkpoint import checkpoint_to_resume
 from training.episode_rows import check_failures
 from training.metric_utils import timer
 from training.ray_trainer import Metrics, RayPPOTrainer, Rollouts
 from training.reward import reward_metrics
 from workers.deadlines import Wait
 
-GROUPS = "groups.jsonl"
+LEARNS = ContextVar("the step that is not learnt before this thread has the answers that it waits for", default=1)
 
 
 @dataclass
@@ -56,7 +60,7 @@ class AsyncRollout(ApartRollout):
     def take_finished(self, calls: Sequence[int], wait: Wait) -> dict[int, list[DataProto]]:
         """Waits a moment; returns the answers to those of `calls` that are whole, once, by rank. Raises as Wait.check
         does."""
-        taken = self.group.submit("generator", "take", [(calls,)] * self.group.size).result()
+        taken = self.group.submit("generator", "take", [(calls, LEARNS.get())] * self.group.size).result()
         for rank, call, rows in ((rank, *item) for rank, part in enumerate(taken) for item in part.items()):
             self.answered[call][rank] = rows
         ranks = range(self.group.size)
@@ -76,12 +80,18 @@ class Ahead(RayPPOTrainer):
     Attributes:
         learnt: the step whose update made the present weights.
         positions: of the rows that are under way, by the step that drew them.
+        record, plan: names of the groups that each step learns from, and those of the run that is played again.
+        stops: steps after which that run was resumed.
     """
+
+    record: Record | None = None
 
     def __init__(self, *args: Any, roles: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, roles={**roles, "rollout": AsyncRollout(**vars(roles["rollout"]))}, **kwargs)
         self.learnt = 0
         self.positions: dict[int, list[int]] = {}
+        self.plan: dict[int, list[str]] = {}
+        self.stops: Collection[int] = ()
 
     def last_begun(self, step: int) -> int:
         """Returns the last step whose rows may be under way when `step` begins."""
@@ -100,8 +110,25 @@ class Ahead(RayPPOTrainer):
             self.learnt = self.global_step
         return super().sync(timing)
 
+    def after_step(self, batch: DataProto) -> None:
+        super().after_step(batch)
+        if self.global_step in self.stops:
+            step, self.save_requested = self.global_step, True
+            self.stop_reason = f"trainer.replay: that run was resumed after step {step}. Give this command again."
+
     def state(self) -> dict[str, Any]:
         return super().state() | {"positions": self.positions, "learnt": self.learnt}
+
+    def resume(self) -> None:
+        """Begins the record behind the checkpoint that the run goes on from, and reads that of trainer.replay."""
+        trainer, folder = self.config.trainer, checkpoint_to_resume(self.config)
+        if not trainer.val_only:
+            step = int(folder.name.rpartition("_")[2]) if folder else 0
+            self.stops = self.roles["generator"].all("start", step)[0]
+            self.record = Record(self.folder / GROUPS, step, itemgetter("step"))
+        if trainer.replay:
+            self.plan = {entry["step"]: entry["groups"] for entry in read_metrics(Path(trainer.replay) / GROUPS)}
+        super().resume()
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
@@ -137,6 +164,7 @@ class Strict(Ahead):
 
     def collect_timed(self, step: int) -> tuple[Rollouts, dict[str, float]]:
         timing: dict[str, float] = {}
+        LEARNS.set(step)
         return super().collect(step, timing), timing
 
     def next_rows(self, step: int) -> dict[str, Any]:
@@ -165,9 +193,6 @@ class FirstCome(Ahead):
         self.groups: dict[str, tuple[int, int]] = {}
         self.coming: dict[int, str] = {}
         self.done: dict[str, DataProto] = {}
-        replay = self.config.trainer.replay
-        lines = (Path(replay) / GROUPS).read_text().splitlines() if replay else []
-        self.plan = {entry["step"]: entry["groups"] for entry in map(json.loads, lines)}
 
     def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
         """Has the groups of all steps begun that may be, and returns the first that are finished."""
@@ -175,10 +200,12 @@ class FirstCome(Ahead):
             self.begin(later)
         with timer("wait", timing), self.rollout.watch() as wait:
             names = self.plan.get(step) or self.first_done(wait)
+            if absent := {*names}.difference(self.groups):
+                raise ValueError(f"trainer.replay: no group is called {absent}. {REMEDY}")
             while not self.done.keys() >= {*names}:
-                self.look(wait)
-        with (self.folder / GROUPS).open("a") as file:
-            file.write(json.dumps({"step": step, "groups": names}) + "\n")
+                self.look(wait, [call for call, name in self.coming.items() if name in names])
+        if self.record:
+            self.record.write({"step": step, "groups": names})
         batch, metrics = self.score(join_rows([self.done.pop(name) for name in names]), timing)
         if "episode" in batch:
             check_failures(batch, self.config.env.max_failed_fraction)
@@ -199,12 +226,12 @@ class FirstCome(Ahead):
     def first_done(self, wait: Wait) -> list[str]:
         """Returns the names of the first groups that are finished, as many as a batch has."""
         while len(self.done) < self.train_loader.batch_size:
-            self.look(wait)
+            self.look(wait, [*self.coming])
         return [*self.done][: self.train_loader.batch_size]
 
-    def look(self, wait: Wait) -> None:
-        """Waits a moment, and notes the groups that are finished."""
-        for call, answers in self.rollout.take_finished([*self.coming], wait).items():
+    def look(self, wait: Wait, calls: Sequence[int]) -> None:
+        """Waits a moment, and notes which groups of these calls are finished."""
+        for call, answers in self.rollout.take_finished(calls, wait).items():
             self.done[self.coming.pop(call)] = join_rows(answers)
 
     def state(self) -> dict[str, Any]:

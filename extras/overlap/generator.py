@@ -5,7 +5,6 @@ played again, whatever the clock does.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -14,14 +13,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from configs.errors import ConfigError
 from data.concurrency import start_loop
 from data.padding import PromptIds, collate, media_of
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
+from extras.overlap.record import ENGINE_STEPS, REMEDY, Record, last_step, read_lives
 from workers.agents.episode import Policy
 from workers.collectives import rank
-from workers.engine_pump import AsyncEngine, Step
+from workers.engine_pump import AsyncEngine, EngineError, Step
 from workers.model_worker import ModelWorker
 from workers.rollout import check_completions, sample_of
 
@@ -37,20 +38,20 @@ class ReloadingEngine(AsyncEngine):
     keys and values, as elsewhere, no policy at all has drawn the tokens that follow.
 
     Args:
-        record: a file that gets a line for each step that something joins: steps before it, seeds of requests, episodes
-            that are over, versions of weights.
-        replay: such a file, by which the steps of this engine go.
+        record: gets an entry for each step that something joins: steps before it, seeds of requests, episodes that are
+            over, versions of weights.
+        plan: such entries, by which the steps of this engine go.
 
     Attributes:
+        awaited: the version of the weights for which the plan has the engine wait; 0: none.
         in_engine: requests in flight, by id, as they came.
         drawn: by request, what earlier weights have drawn of its answer: (token ids, log-probs, version) of each.
     """
 
-    def __init__(self, *args: Any, record: Path, replay: Path | None = None) -> None:
+    def __init__(self, *args: Any, record: Record | None = None, plan: Sequence[dict] = ()) -> None:
         super().__init__(*args)
-        self.record = record.open("w", buffering=1)
-        self.plan = [json.loads(line) for line in replay.read_text().splitlines()][::-1] if replay else []
-        self.steps = 0
+        self.record, self.plan = record, [*reversed(plan)]
+        self.steps = self.awaited = 0
         self.in_engine: dict[int, Request] = {}
         self.drawn: dict[int, list[tuple[list[int], list[float], int]]] = {}
         self.reloads: list[tuple[int, Callable[[], Any], Future]] = []
@@ -71,9 +72,13 @@ class ReloadingEngine(AsyncEngine):
         (leaving, self.leaving), planned = (self.leaving, []), {"joining": [], "ended": [], "weights": []}
         if self.plan[-1]["step"] == self.steps:
             planned = self.plan.pop()
+        elif not self.in_engine:  # so it gets no further
+            raise EngineError(f"trainer.replay: the engine has nothing to do after step {self.steps} of it. {REMEDY}")
         joining = [await self._come("joining", lambda request: request.seed, seed) for seed in planned["joining"]]
         ended = [await self._come("ended", lambda episode: episode, episode) for episode in planned["ended"]]
-        self.loading = [await self._come("reloads", lambda each: each[0], version) for version in planned["weights"]]
+        for self.awaited in planned["weights"]:
+            self.loading.append(await self._come("reloads", lambda each: each[0], self.awaited))
+        self.awaited = 0
         return joining, leaving, ended
 
     async def _come(self, queue: str, key_of: Callable[[Any], Any], key: Any) -> Any:
@@ -85,13 +90,11 @@ class ReloadingEngine(AsyncEngine):
             await asyncio.sleep(LOOK_SECONDS)
 
     def _step(self, joining: list[Request], leaving: list[int], ended: list[int]) -> Step:
-        loading, self.loading = self.loading, []
-        if joining or ended or loading:
-            seeds, versions = [request.seed for request in joining], [version for version, *_ in loading]
-            entry = {"step": self.steps, "joining": seeds, "ended": ended, "weights": versions}
-            self.record.write(json.dumps(entry) + "\n")
-        for _, load, done in loading:
-            self._reload(load, done)
+        if self.record and (joining or ended or self.loading):
+            seeds, versions = [request.seed for request in joining], [version for version, *_ in self.loading]
+            self.record.write({"step": self.steps, "joining": seeds, "ended": ended, "weights": versions})
+        while self.loading:
+            self._reload(*self.loading.pop(0)[1:])
         for number in leaving:
             self.in_engine.pop(number, None)
         self.in_engine |= {request.id: request for request in joining}
@@ -118,6 +121,14 @@ class ReloadingEngine(AsyncEngine):
                 self.drawn.setdefault(number, []).append((*so_far[number], version))
             engine.add(self._rest(request))
 
+    def _on_pump_end(self, pumping: asyncio.Task) -> None:
+        """Ends every wait for a change of weights, too, if the engine raised."""
+        if pumping.cancelled() or pumping.exception():
+            for version, _, done in (*self.loading, *self.reloads):
+                done.set_exception(EngineError(f"the engine ended before it took the weights of step {version}"))
+            self.loading, self.reloads = [], []
+        super()._on_pump_end(pumping)
+
     def _rest(self, request: Request) -> Request:
         """Returns the request for what is not drawn yet, by draws of its own."""
         parts = self.drawn.get(request.id, [])
@@ -137,11 +148,19 @@ class ReloadingEngine(AsyncEngine):
 
 
 class Generator:
-    """Generates beside what else this worker is asked for."""
+    """Generates beside what else this worker is asked for.
+
+    Attributes:
+        calls: the rows that answer each call, and with what the names of its episodes begin.
+        record, plan: of the engine; without `start`, as in a dry run, there are none.
+    """
+
+    record: Record | None = None
+    plan: Sequence[dict] = ()
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker, self.config = worker, worker.config
-        self.calls: dict[int, Future] = {}
+        self.calls: dict[int, tuple[Future, str]] = {}
         self.contexts = ExitStack()  # in which the engine computes, between two changes of weights
         self.is_open = False
 
@@ -152,11 +171,22 @@ class Generator:
     @cached_property
     def pump(self) -> ReloadingEngine:
         """Starts to serve, in one thread."""
-        folder, replay = Path(self.config.trainer.default_local_dir), self.config.trainer.replay
-        file = f"engine_steps_{rank()}.jsonl"
-        files = {"record": folder / file, "replay": replay and Path(replay) / file}
-        self.rollout = self.worker.roles["rollout"]
-        return ReloadingEngine(self.rollout.engine, self.precision, ThreadPoolExecutor(1), **files)
+        self.rollout, thread = self.worker.roles["rollout"], ThreadPoolExecutor(1)
+        return ReloadingEngine(self.rollout.engine, self.precision, thread, record=self.record, plan=self.plan)
+
+    def start(self, step: int) -> set[int]:
+        """Begins the record of a training that goes on after `step`, before all else; returns the steps after which the
+        run that is played again went on, and raises ConfigError if `step` is none of them."""
+        trainer, name = self.config.trainer, ENGINE_STEPS.format(rank())
+        lives = read_lives(Path(trainer.replay) / name) if trainer.replay else {step: []}
+        if step not in lives:
+            raise ConfigError(
+                f"trainer.replay={trainer.replay}: that run did not go on after step {step}, as this one does: set "
+                "trainer.resume_mode=disable."
+            )
+        self.plan = lives[step]
+        self.record = Record(Path(trainer.default_local_dir) / name, step, last_step)
+        return {*lives}
 
     @contextmanager
     def precision(self) -> Iterator[None]:
@@ -181,7 +211,7 @@ class Generator:
         """Begins to answer `prompts`, as ColocatedRollout.generate_sequences does; returns at once."""
         answer = self.play if episodes and len(prompts) else self.complete
         coroutine = answer(self.pump, prompts, sampling, seed, range(first_row, first_row + len(prompts)))
-        self.calls[call] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        self.calls[call] = asyncio.run_coroutine_threadsafe(coroutine, self.loop), f"{seed}-"
 
     async def play(
         self, pump: ReloadingEngine, prompts: DataProto, sampling: SamplingParams, seed: int, numbers: range
@@ -211,11 +241,16 @@ class Generator:
         rollouts = collate(samples, *lengths, engine.pad_token_id)
         return rollouts.union(prompts.select([name for name in prompts.tensors if name not in rollouts]))
 
-    def take(self, calls: Sequence[int]) -> dict[int, DataProto]:
-        """Returns the rows of those of `calls` that are answered, once, in the order in which they were."""
-        futures = {call: self.calls[call] for call in calls if call in self.calls}
+    def take(self, calls: Sequence[int], step: int) -> dict[int, DataProto]:
+        """Returns the rows of those of `calls` that are answered, once, in the order in which they were. Raises
+        EngineError if a replay waits for weights that never come: `step` is not learnt without these answers."""
+        futures = {call: self.calls[call][0] for call in calls if call in self.calls}
         wait(futures.values(), TAKE_SECONDS, FIRST_COMPLETED)
-        return {call: self.calls.pop(call).result() for call, future in futures.items() if future.done()}
+        if futures and (version := self.pump.awaited) >= step:
+            names = tuple(self.calls[call][1] for call in futures)
+            if any(str(client.episode).startswith(names) for client in self.pump.clients.copy().values()):
+                raise EngineError(f"trainer.replay: weights {version} come after answers that wait for them. {REMEDY}")
+        return {call: self.calls.pop(call)[0].result() for call, future in futures.items() if future.done()}
 
     def reload(self, version: int) -> tuple[int, dict[str, float]]:
         """Takes the weights that the trainer sends, called `version`, between two steps of the engine; returns the sum

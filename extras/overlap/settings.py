@@ -1,10 +1,12 @@
 """Settings of pools of workers, and of generation beside training."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
 from configs.settings import Frozen, setting
+from extras.overlap.record import ENGINE_STEPS, GROUPS, check_replay
 
 ROLES = ("ref", "critic", "rm", "teachers")
 
@@ -80,3 +82,9 @@ class Settings(Frozen):
             )
         if fully and rollout.tensor_model_parallel_size > 1:
             raise ConfigError(f"{mode}: set rollout.tensor_model_parallel_size=1, or async_mode=one_step_off.")
+        if self.replay:
+            trainer, gpus = config.trainer, rollout.n_gpus_per_node
+            gpus = trainer.n_gpus_per_node if gpus is None else gpus
+            workers = range(rollout.nnodes * (gpus or rollout.n_workers_per_node))
+            names = [*map(ENGINE_STEPS.format, workers), *[GROUPS] * (self.batch_order == "first_come")]
+            check_replay(Path(self.replay), Path(trainer.default_local_dir), names)

@@ -4,24 +4,32 @@ ahead keep their bound, their prompts and their record."""
 import asyncio
 import copy
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedModel
 
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, RolloutConfig
+from data.files import read_metrics
 from data.types import Completion, SamplingParams
 from extras.overlap.fully_async import AsyncRollout
-from extras.overlap.generator import ReloadingEngine
+from extras.overlap.generator import Generator, ReloadingEngine
+from extras.overlap.record import GROUPS, Record, last_step
 from extras.overlap.tests.test_overlap import ALGORITHMS, APART, assert_same_weights, trained
-from tests.runs import compose, needs_vllm
+from tests.runs import compose, files_of_at_most, needs_vllm
+from training.checkpoint import LATEST
 from training.ray_trainer import RayPPOTrainer
 from training.roles import ROLES, WorkerError
 from workers.deadlines import Beat, Wait
@@ -78,8 +86,8 @@ def test_every_token_is_of_the_weights_that_it_is_marked_with(wide_headed_model:
         engine.module.load_state_dict(second.state_dict())
         engine.load_weights(second.state_dict().items(), 1)
 
-    files = {"record": tmp_path / "record", "replay": None}
-    drawn = answers(ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), **files), 9, load)
+    record = Record(tmp_path / "record", 0, last_step)
+    drawn = answers(ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), record=record), 9, load)
     for prompt, answer in zip(PROMPTS, drawn, strict=True):
         versions = torch.tensor(answer.weight_version)
         assert versions.tolist() == sorted(versions.tolist()) and len(versions) == len(answer.token_ids)
@@ -89,7 +97,7 @@ def test_every_token_is_of_the_weights_that_it_is_marked_with(wide_headed_model:
     mixed = [answer for answer in drawn if len({*answer.weight_version}) == 2]
     assert mixed and max((scored[0] - scored[1]).abs()) > 0.05, "the weights differ, and changed in an answer"
 
-    files = {"record": tmp_path / "again", "replay": tmp_path / "record"}
+    files = {"record": Record(tmp_path / "again", 0, last_step), "plan": read_metrics(tmp_path / "record")}
     engine.module.load_state_dict(first.state_dict())
     engine.load_weights(first.state_dict().items(), 0)
     again = answers(ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), **files), 0, load)
@@ -97,23 +105,138 @@ def test_every_token_is_of_the_weights_that_it_is_marked_with(wide_headed_model:
     assert (tmp_path / "again").read_text() == (tmp_path / "record").read_text()
 
 
-def test_a_change_of_weights_that_fails_is_told_to_who_asked_and_to_clients(tiny_model: Path, tmp_path: Path):
+@pytest.fixture
+def make_pump(tiny_model: Path) -> Callable[..., ReloadingEngine]:
+    """make_pump(record=…, plan=…) serves the tiny model."""
     model = load_causal_lm(ModelConfig(path=str(tiny_model)))
     settings = RolloutConfig(name="hf", prompt_length=8, response_length=TOKENS)
     engine = build_rollout(load_rollout_class("hf"), settings, AutoTokenizer.from_pretrained(tiny_model), model)
-    pump = ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), record=tmp_path / "record")
-    asked: Future = Future()
+    return partial(ReloadingEngine, engine, nullcontext, ThreadPoolExecutor(1))
 
-    def load() -> None:
-        raise RuntimeError("the wire is cut")
+
+def cut() -> None:
+    raise RuntimeError("the wire is cut")
+
+
+IDLE = [{"step": 3, "joining": [0], "ended": [], "weights": []}]  # the engine never makes three steps
+
+
+@pytest.mark.parametrize(
+    ("loads", "plan", "message"),
+    [
+        ([cut], [], "the wire is cut"),
+        ([cut, Mock()], [], "the wire is cut"),  # the second waits in the same step
+        ([Mock()], IDLE, "trainer.replay: the engine has nothing to do after step 0"),
+    ],
+    ids=str,
+)
+def test_what_ends_the_engines_step_is_told_to_clients_and_ends_every_change_of_weights(
+    make_pump, loads, plan, message
+):
+    pump, asked = make_pump(plan=plan), [Future() for _ in loads]
 
     async def run() -> None:
-        await pump.reload(1, load, asked)
-        with pytest.raises(EngineError, match="the wire is cut"):
+        for version, (load, done) in enumerate(zip(loads, asked, strict=True), start=1):
+            await pump.reload(version, load, done)
+        with pytest.raises(EngineError, match=message):
             await pump.complete([5, 6], SamplingParams(True, 1.0, -1, 1.0, TOKENS), 0, "row", False)
 
     asyncio.run(run())
-    assert str(asked.exception()) == "the wire is cut"
+    failures = [str(done.exception(timeout=0)) for done in asked]
+    assert failures[0] == "the wire is cut" or plan
+    assert all("before it took the weights of step" in text for text in failures[not plan :])
+
+
+def test_weights_that_come_in_the_moment_in_which_the_engine_falls_idle_are_taken(make_pump):
+    pump, late = make_pump(), Future()
+    has_work = pump._has_work
+
+    def last_look() -> bool:
+        """Weights come after it: who brings them finds that the engine still serves, and does not wake it."""
+        if not (answer := has_work()) and not pump.reloads and not late.done():
+            pump.reloads.append((2, lambda: "second", late))
+        return answer
+
+    async def run() -> None:
+        pump._has_work = last_look
+        await pump.reload(1, lambda: "first", Future())
+        async with asyncio.timeout(5):
+            await asyncio.wrap_future(late)
+
+    asyncio.run(run())
+    assert late.result() == "second"
+
+
+def test_a_replay_whose_weights_need_answers_that_wait_for_them_ends(make_pump):
+    generator, plan = Generator(Mock()), [{"step": 0, "joining": [], "ended": [], "weights": [2]}]
+    generator.pump = pump = make_pump(plan=plan)
+    parts = [5, 6], SamplingParams(True, 1.0, -1, 1.0, TOKENS), 0, "77-0", False
+    generator.calls = {4: (asyncio.run_coroutine_threadsafe(pump.complete(*parts), generator.loop), "77-")}
+    generator.calls |= {5: (Future(), "78-")}
+    while not pump.awaited:
+        time.sleep(SOON)
+    assert generator.take([4], 3) == {}  # step 2 is learnt without them
+    assert generator.take([5], 2) == {}  # its episode asks for nothing: a slow environment may have the last word
+    with pytest.raises(EngineError, match="weights 2 come after answers that wait for them"):
+        generator.take([4, 5], 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=6))
+def test_the_record_of_a_run_has_each_step_once_whatever_lives_it_has_had(lives):
+    """Each life goes on after a step, or after the last that was learnt if that is sooner, and learns some more."""
+    with TemporaryDirectory() as folder:
+        path, done = Path(folder) / "engine_steps_0.jsonl", 0
+        for start, number in lives:
+            start = min(start, done)
+            record, done = Record(path, start, last_step), start + number
+            for step in range(start + 1, done + 1):
+                record.write({"step": 9 * step, "weights": []})
+                record.write({"step": 9 * step + 1, "weights": [step]})
+        entries = read_metrics(path)
+        assert [step for entry in entries for step in entry["weights"]] == [*range(1, done + 1)]
+        begun = [entry["resumed_at"] for entry in entries]
+        assert begun == sorted(begun)
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run_and_what_is_left_is_not_played(tmp_path, caplog):
+    record = Record(tmp_path / GROUPS, 0, last_step)
+    with files_of_at_most(70):
+        for step in (1, 2, 3):
+            record.write({"step": step, "groups": ["1-0"]})
+    record.write({"step": 4, "groups": ["1-0"]})
+    assert [path.name for path in tmp_path.iterdir()] == [f"{GROUPS}.incomplete"]
+    assert caplog.text.count("cannot be played again") == 1
+    assert [entry["step"] for entry in read_metrics(tmp_path / f"{GROUPS}.incomplete")] == [1]
+
+
+LINE = '{"resumed_at": 0, "step": 0, "joining": [], "ended": [], "weights": [1]}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "message"),
+    [
+        ({}, [], "engine_steps_0.jsonl is absent, empty or torn"),
+        ({"engine_steps_0.jsonl": ""}, [], "engine_steps_0.jsonl is absent, empty or torn"),
+        ({"engine_steps_0.jsonl": LINE + LINE[:20]}, [], "engine_steps_0.jsonl is absent, empty or torn"),
+        ({"engine_steps_0.jsonl": LINE + LINE[:-1]}, [], "engine_steps_0.jsonl is absent, empty or torn"),
+        ({"engine_steps_0.jsonl.incomplete": LINE}, [], "engine_steps_0.jsonl is absent, empty or torn"),
+        ({f"engine_steps_{rank}.jsonl": LINE for rank in (0, 1)}, [], "has engine_steps_1.jsonl"),
+        ({"engine_steps_0.jsonl": LINE}, ["actor_rollout_ref.rollout.n_workers_per_node=2"], "engine_steps_1.jsonl is"),
+        ({"engine_steps_0.jsonl": LINE}, ["trainer.batch_order=first_come"], "groups.jsonl is absent"),
+        ({"engine_steps_0.jsonl": LINE, GROUPS: '{"step": 1}\n'}, [], "has groups.jsonl"),
+        ({"engine_steps_0.jsonl": LINE}, ["trainer.default_local_dir={folder}/../run"], "is this run's folder"),
+        ({"engine_steps_0.jsonl": LINE, GROUPS: ""}, [], None),
+    ],
+)
+def test_a_record_by_which_a_run_cannot_go_is_refused_before_anything_is_opened(tmp_path, files, more, message):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    settings = [*AHEAD, f"trainer.replay={folder}", *(text.format(folder=folder) for text in more)]
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        compose(*settings)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files
 
 
 @pytest.mark.parametrize("more", [[], ALGORITHMS["process rewards"]], ids=str)
@@ -186,6 +309,34 @@ def test_groups_that_are_finished_first_are_learnt_once_and_again_in_that_order(
     trained(tmp_path / "resumed", tiny_model, *settings, "trainer.resume_mode=resume_path", start)
     left = [position for step in (3, 4) for position in learnt[step]]
     assert sorted(left) == sorted(position for step in (3, 4) for position in rows[step])
+
+
+@pytest.mark.parametrize("order", ["strict", "first_come"])
+def test_a_run_of_two_lives_is_played_again_in_two(cluster, tiny_model, tmp_path, order):
+    """The first life learns a third step as well, which the second does again."""
+    settings = [*AHEAD, "trainer.total_training_steps=4", "trainer.max_staleness=2", f"trainer.batch_order={order}"]
+    settings += ["data.max_response_length=20", "trainer.save_freq=1"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    trained(whole, tiny_model, *settings, "trainer.save_freq=2", "trainer.total_training_steps=3")
+    (whole / LATEST).write_text("2")
+    metrics = trained(whole, tiny_model, *settings)
+    replay = f"trainer.replay={whole}"
+    assert [*trained(again, tiny_model, *settings, replay)] == [0, 1, 2], "as the first life, and saved"
+    assert trained(again, tiny_model, *settings, replay) == metrics
+    assert_same_weights(whole, again, step=4)
+    lines = [{*(folder / "engine_steps_0.jsonl").read_text().splitlines()} for folder in (again, whole)]
+    assert not [line for line in lines[1] - lines[0] if '"resumed_at": 2' in line]
+    start = f"trainer.resume_from_path={whole}/global_step_4"
+    with pytest.raises(ConfigError, match="that run did not go on after step 4"):
+        trained(
+            tmp_path / "no",
+            tiny_model,
+            *settings,
+            replay,
+            "trainer.resume_mode=resume_path",
+            start,
+            "trainer.total_training_steps=5",
+        )
 
 
 @pytest.mark.parametrize(
