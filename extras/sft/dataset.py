@@ -21,16 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, check_reads, load_subclass
-from data.chat import (
-    START,
-    ChatFormat,
-    Prompt,
-    as_messages,
-    check_writes,
-    clean_messages,
-    parse_prompt,
-    special_tokens,
-)
+from data.chat import START, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
 from data.padding import media_of
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
@@ -342,9 +333,8 @@ class ConversationFormat:
         ids = self.tokenizer.encode(whole.removeprefix(before), add_special_tokens=False)
         if self.end_id in ids:
             return ids[: len(ids) - ids[::-1].index(self.end_id)]
-        last = self.tokenizer.convert_ids_to_tokens(ids[-1])
-        ends = "tool_calls" in message and special_tokens(self.tokenizer).fullmatch(last)  # as gpt-oss's do
-        return ids if ends else [*ids, self.end_id]
+        last = self.tokenizer.added_tokens_decoder.get(ids[-1])  # gpt-oss's calls have an end of their own
+        return ids if "tool_calls" in message and last and last.special else [*ids, self.end_id]
 
     def mask_of_messages(
         self, messages: list[Message], learnt: list[bool], chat: ChatFormat, last_id: int | None, calls: Sequence[Any]
