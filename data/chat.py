@@ -315,8 +315,7 @@ class ChatFormat:
         return ids[self.end_of_turn(ids, end, last_id) :] if stopped else ids
 
     def end_of_turn(self, ids: list[int], *stop_ids: int | None) -> int:
-        """Counts the tokens at the start of `ids` that end a turn: white space, and the template's special token or
-        `stop_ids`."""
+        """Counts the tokens at the start of `ids` that end a turn: white space, the template's token, `stop_ids`."""
         count = 0
         for end in dict.fromkeys((self.terminator, *stop_ids)):
             place = ids.index(end, count) if end in ids[count:] else len(ids)
@@ -331,18 +330,17 @@ class ChatFormat:
     def _behind(self, messages: list[Message], calls: Sequence[Any]) -> tuple[str, int | None]:
         """Returns that text, and the token that ends the answer there: in gpt-oss's template another than at the end of
         all. Results of tools stand behind calls where the template takes them so alone."""
+        specials = special_tokens(self.tokenizer)
         try:
             text = self._text_behind({"role": "assistant", "content": ANSWER}, messages)
-            names = special_tokens(self.tokenizer).pattern
-            end = re.match(rf"\s*({names})(?=\s*(?:{names}))", text) if self.terminator is not None else None
-            return text, end and self.tokenizer.convert_tokens_to_ids(end[1])
+            end = re.match(rf"\s*({specials.pattern})(?=\s*(?:{specials.pattern}))", text)
+            return text, self.tokenizer.convert_tokens_to_ids(end[1]) if end and self.terminator is not None else None
         except ValueError:
             for turns in turns_of_results(messages, calls):
                 with suppress(ValueError, TypeError, TemplateError):
                     text = self._text_behind(*turns)
                     alone = self.render([*START, turns[0]], generation_prompt=False).partition(ANSWER)[2]
-                    marks = special_tokens(self.tokenizer).finditer(text)
-                    if ends := [mark for mark in marks if alone.startswith(text[: mark.end()])]:
+                    if ends := [mark for mark in specials.finditer(text) if alone.startswith(text[: mark.end()])]:
                         return text[ends[-1].start() :], self.tokenizer.convert_tokens_to_ids(ends[-1][0])
             raise
 

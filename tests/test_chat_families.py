@@ -319,3 +319,16 @@ def test_a_stop_id_that_is_the_next_turns_header_stands_once(last: str | None, e
     ids = chat.increment([USER], last is not None, last_id)
     left = end if last is None else end.partition("<|end|>")[2] if last == "</s>" else ""
     assert "".join(chat.tokenizer.convert_ids_to_tokens(ids)) == left + HEADERS[last]
+
+
+def test_an_end_that_stands_for_another_in_mid_conversation_stands_once():
+    """Only the last message of gpt-oss's template ends by the token that a model ends its answers by."""
+    ends = "<|end|>", "{% if loop.last and not add_generation_prompt %}<|eot|>{% else %}<|end|>{% endif %}"
+    each = (
+        f"<|start|>{{{{ m.role }}}}<|stop|>{{{{ m.content }}}}{{% if m.role == 'user' %}}{ends[0]}{{% else %}}{ends[1]}"
+    )
+    template = f"{{% for m in messages %}}{each}{{% endif %}}{{% endfor %}}" + "<|start|>assistant<|stop|>"
+    chat = ChatFormat(tokenizer_with(template, "<|eot|>"), {})
+    told = "<|start|>user<|stop|>ask<|end|><|start|>assistant<|stop|>"
+    ids = [chat.increment([USER], stopped) for stopped in (True, False)]
+    assert ["".join(chat.tokenizer.convert_ids_to_tokens(each)) for each in ids] == [told, f"<|end|>{told}"]
