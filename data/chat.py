@@ -8,7 +8,7 @@ environment spells one out, as `<|im_end|>`, it is encoded as the text that it i
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count
@@ -26,6 +26,7 @@ from data.types import Message
 Prompt = str | list[Message]
 WriteCall = Callable[[str, dict[str, Any]], str] | None  # of a tool's name and arguments
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment
+START = [{"role": "user", "content": QUESTION}]
 THOUGHT = "thought-0417"
 THOUGHTFUL = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
 WRITTEN_OUT = re.compile(r"""\[\{\s*['"](role|content)['"]\s*:""")  # a list of messages, as str or json.dumps writes it
@@ -296,29 +297,58 @@ class ChatFormat:
         """Returns an answer as text, without special tokens; `stopped`: whether it ended by a stop id."""
         return Answer(token_ids, self.tokenizer, stopped)
 
-    def increment(self, messages: list[Message], stopped: bool) -> list[int]:
+    def increment(
+        self, messages: list[Message], stopped: bool, last_id: int | None = None, calls: Sequence[Any] = ()
+    ) -> list[int]:
         """Encodes what follows an answer: the end of its turn, `messages`, and the start of the next answer.
 
-        `stopped`: whether the answer ended by a stop id, which then stands for the special token that ends a turn.
+        Args:
+            stopped: whether the answer ended by a stop id, which then stands for the special token that ends a turn.
+            last_id: that id; it also stands for the token by which the next turn begins, as in GLM's layout.
+            calls: of tools, in the answer: some templates write a tool's name from there.
 
         Raises:
             ValueError: the template does not write these messages behind an answer; names it and the remedy.
         """
-        ids = encode_pieces(self.increment_text(as_text(messages, self.tokenizer)), self.tokenizer, begins_text=False)
-        return ids[self.end_of_turn(ids) :] if stopped else ids
+        text, end = self._behind(*as_text([messages, [*calls]], self.tokenizer))
+        ids = encode_pieces(text, self.tokenizer, begins_text=False)
+        return ids[self.end_of_turn(ids, end, last_id) :] if stopped else ids
 
-    def end_of_turn(self, ids: list[int]) -> int:
-        """Counts the tokens at the start of `ids` that end a turn: the template's white space and special token."""
-        count = ids.index(self.terminator) if self.terminator in ids else len(ids)
-        return count + 1 if count < len(ids) and not self.tokenizer.decode(ids[:count]).strip() else 0
+    def end_of_turn(self, ids: list[int], *stop_ids: int | None) -> int:
+        """Counts the tokens at the start of `ids` that end a turn: white space, the template's token, `stop_ids`."""
+        count = 0
+        for end in dict.fromkeys((self.terminator, *stop_ids)):
+            place = ids.index(end, count) if end in ids[count:] else len(ids)
+            if place < len(ids) and not self.tokenizer.decode(ids[count:place]).strip():
+                count = place + 1
+        return count
 
-    def increment_text(self, messages: list[Message]) -> str:
-        """Returns the text that the template writes behind an answer when `messages` follow it."""
-        start = [{"role": "user", "content": QUESTION}]
-        turns = [*start, {"role": "assistant", "content": ANSWER}, *messages]
+    def increment_text(self, messages: list[Message], calls: Sequence[Any] = ()) -> str:
+        """Returns the text that the template writes behind an answer with these calls when `messages` follow it."""
+        return self._behind(messages, calls)[0]
+
+    def _behind(self, messages: list[Message], calls: Sequence[Any]) -> tuple[str, int | None]:
+        """Returns that text, and the token that ends the answer there: in gpt-oss's template another than at the end of
+        all. Results of tools stand behind calls where the template takes them so alone."""
+        specials = special_tokens(self.tokenizer)
         try:
-            rendered = self.render(turns, generation_prompt=True)
-            starts = tuple(self.render(start, generation_prompt) for generation_prompt in (True, False))
+            text = self._text_behind({"role": "assistant", "content": ANSWER}, messages)
+            end = re.match(rf"\s*({specials.pattern})(?=\s*(?:{specials.pattern}))", text)
+            return text, self.tokenizer.convert_tokens_to_ids(end[1]) if end and self.terminator is not None else None
+        except ValueError:
+            for turns in turns_of_results(messages, calls):
+                with suppress(ValueError, TypeError, TemplateError):
+                    text = self._text_behind(*turns)
+                    alone = self.render([*START, turns[0]], generation_prompt=False).partition(ANSWER)[2]
+                    if ends := [mark for mark in specials.finditer(text) if alone.startswith(text[: mark.end()])]:
+                        return text[ends[-1].start() :], self.tokenizer.convert_tokens_to_ids(ends[-1][0])
+            raise
+
+    def _text_behind(self, answer: Message, messages: list[Message]) -> str:
+        """Returns what the template writes behind the ANSWER in a message when `messages` follow it."""
+        try:
+            rendered = self.render([*START, answer, *messages], generation_prompt=True)
+            starts = tuple(self.render(START, generation_prompt) for generation_prompt in (True, False))
         except TemplateError as error:
             raise self._refusal(f"refuses {messages_named(messages)} after an answer ({error})") from error
         if rendered.count(ANSWER) != 1 or not rendered.startswith(starts):
@@ -328,7 +358,7 @@ class ChatFormat:
     def check_keeps_thoughts(self, role: str) -> None:
         """Raises ValueError if the template leaves out what earlier answers thought once a message of `role` follows:
         the policy would be trained with it in view, and asked without."""
-        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": THOUGHTFUL}]
+        turns = [*START, {"role": "assistant", "content": THOUGHTFUL}]
         reply = {"role": role, "content": QUESTION}
         if THOUGHT not in self.render([*turns, reply], generation_prompt=True):
             raise self._refusal(f"drops the thoughts of an answer before {messages_named([reply])}")
@@ -347,3 +377,20 @@ class ChatFormat:
 def messages_named(messages: list[Message]) -> str:
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
     return f"messages of the role {roles}"
+
+
+def turns_of_results(messages: list[Message], calls: Sequence[Any]) -> Iterator[tuple[Message, list[Message]]]:
+    """Yields an assistant's message that calls for each result of a tool in `messages`, and one that calls for the
+    first alone, each with the messages behind it; the ANSWER is in the last call's arguments."""
+    names = {call.get("id", place): call.get("function", call)["name"] for place, call in enumerate(calls)}
+    results = [message for message in messages if message["role"] == "tool"]
+    ids = [result.get("tool_call_id") or f"{place:09}" for place, result in enumerate(results)]  # Mistral's have 9
+    each_id = iter(ids)
+    told = [each | {"tool_call_id": next(each_id)} if each["role"] == "tool" else each for each in messages]
+    for size in dict.fromkeys((len(results), 1) if results else ()):
+        made = []
+        for place, result in enumerate(results[:size]):
+            name = result.get("name") or names.get(result.get("tool_call_id") or place, "tool")
+            function = {"name": name, "arguments": {ANSWER: 0} if place == size - 1 else {}}
+            made.append({"id": ids[place], "type": "function", "function": function})
+        yield {"role": "assistant", "content": "", "tool_calls": made}, told

@@ -8,6 +8,7 @@
 import asyncio
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -164,7 +165,10 @@ def parse_answer(parser: ToolParser, answer: str, schemas: Schemas) -> ParsedAns
             thoughts, rest, end = before + tag[0], behind, 0
     reads_ids = isinstance(answer, Answer) and type(parser).parse is ToolParser.parse  # verl's form
     if reads_ids:
-        rest = answer if rest == sampled and not answer.cut else rest + answer.ending
+        ids, whole = answer.token_ids, rest + answer.ending
+        start = bisect_left(range(len(ids)), -len(whole), key=lambda at: -len(answer.tokenizer.decode(ids[at:])))
+        end = Answer(ids[start:], answer.tokenizer, answer.stopped)
+        rest = end if end.sampled == rest else whole
     parsed = parser.parse(rest, schemas)
     text = parsed.text.removesuffix(answer.ending) if reads_ids else parsed.text
     return replace(parsed, text="\n\n".join(filter(None, (thoughts, text))))

@@ -107,8 +107,9 @@ FAMILIES = {
         "<|start|>assistant to={{ m.tool_calls[0].function.name }}<|stop|>"
         "{{ m.tool_calls[0].function.arguments | tojson }}<|eot|>{% elif m.role == 'assistant' %}"
         "<|start|>assistant final<|stop|>{{ m.content }}<|end|>{% elif m.role == 'tool' %}"
-        "{% if not loop.previtem.tool_calls %}{{ raise_exception('no call before') }}{% endif %}"
-        "<|start|>tool<|stop|>{{ m.content | tojson }}<|end|>{% endif %}",
+        "{% if not ns.name %}{{ raise_exception('no call before') }}{% endif %}"
+        "<|start|>tool {{ ns.name }}<|stop|>{{ m.content | tojson }}<|end|>{% endif %}"
+        "{% if m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}{% endif %}",
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
         "<|end|>",
     ),
@@ -135,7 +136,7 @@ FAMILIES = {
 
 def template_of(family: str) -> str:
     each, behind, _ = FAMILIES[family]
-    return f"{{% for m in messages %}}{each}{{% endfor %}}{behind}"
+    return f"{{% set ns = namespace(name='') %}}{{% for m in messages %}}{each}{{% endfor %}}{behind}"
 
 
 def call(arguments: object = None, call_id: str = "functions.add:0") -> dict:
@@ -206,6 +207,7 @@ REFUSED = {
     "GLM-4.5": {"answer before a thought", *ODD},
     "Kimi K2": {"a call with another id", *BESIDE},  # ids hold the names
 }
+BEHIND_CALLS = {"Mistral v0.3", "gpt-oss"}  # in a prompt they refuse a result behind a text: an answer's text may call
 
 
 def chat_of(family: str) -> ChatFormat:
@@ -221,7 +223,8 @@ def test_what_a_message_says_is_written_or_refused(family: str, case: str):
         ways.append(lambda: chat.increment(messages[2:], stopped=True))
         says = says if len(messages) == 3 and messages[2] != USER else ["ask"]
     for encode in ways:
-        if case in REFUSED[family]:
+        is_taken = encode is not ways[0] and case in RESULTS and family in BEHIND_CALLS
+        if case in REFUSED[family] and not is_taken:
             with pytest.raises((ValueError, TemplateError)):
                 encode()
         else:
@@ -250,3 +253,82 @@ def test_a_template_is_tried_once_for_conversations_of_one_kind():
         messages = calling(asked) + [{"role": "assistant", "content": said, "reasoning_content": f"{number:020}"}, USER]
         chat.prompt_ids(messages)
     assert lost_mark.cache_info().misses == before + 1
+
+
+# By family: an answer that calls, as it is sampled, and what stands behind it when the tool has answered.
+ANSWERS = {
+    "Qwen2.5": (
+        '<tool_call>\n{"name": "add", "arguments": {"key": 31}}\n</tool_call><|im_end|>',
+        "\n<|im_start|>user\n<tool_response>\nnine\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "Llama 3.1": (
+        '{"name": "add", "parameters": {"key": 31}}<|eot|>',
+        "<|start|>ipython<|stop|>\n\nnine<|eot|><|start|>assistant<|stop|>\n\n",
+    ),
+    "Mistral v0.3": (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"key": 31}}]</s>',
+        "[TOOL_RESULTS] nine[/TOOL_RESULTS]",
+    ),
+    "gpt-oss": (
+        ' to=add<|stop|>{"key": 31}<|eot|>',
+        '<|start|>tool add<|stop|>"nine"<|end|><|start|>assistant',
+    ),
+    "GLM-4.5": (
+        "\n<tool_call>add<arg_key>key</arg_key>\n<arg_value>31</arg_value></tool_call>",
+        "<|tool|>\n<tool_response>\nnine\n</tool_response><|assistant|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_behind_a_call_stands_what_the_template_writes_of_the_whole_conversation(family: str):
+    """To the token, whether the answer ended by itself, by any stop id, or was cut before its end."""
+    chat, (answer, told) = chat_of(family), ANSWERS[family]
+    asked = call({"key": 31}, "a1b2c3d4e")
+    whole = chat.prompt_ids(calling(asked))
+    ids = chat.tokenizer.encode(answer, add_special_tokens=False)
+    begun = [*chat.prompt_ids([USER]), *ids]
+    for result, calls in ((RESULT, [asked]), ({"role": "tool", "content": "nine", "name": "add"}, [])):
+        told_ids = chat.increment([result], True, ids[-1], calls)
+        assert "".join(chat.tokenizer.convert_ids_to_tokens(told_ids)) == told and [*begun, *told_ids] == whole
+        assert chat.increment([result], True, None, calls) == told_ids
+        end = [] if family == "GLM-4.5" else ids[-1:]
+        assert chat.increment([result], False, ids[-1], calls) == [*end, *told_ids]
+
+
+def test_each_of_several_results_stands_behind_calls_if_the_template_takes_more_than_one():
+    results = [{"role": "tool", "content": text, "name": text[0]} for text in ("nine", "</s>")]
+    texts = [chat_of(family).increment_text(results) for family in sorted(BEHIND_CALLS)]
+    assert texts == [
+        "</s>[TOOL_RESULTS] nine[/TOOL_RESULTS][TOOL_RESULTS] </s>[/TOOL_RESULTS]",
+        '<|eot|><|start|>tool n<|stop|>"nine"<|end|><|start|>tool n<|stop|>"</s>"<|end|><|start|>assistant',
+    ]
+
+
+# By the token that ended an answer (none: it was cut), what stands behind it in layouts whose turns have no end.
+HEADERS = {"<|user|>": "\nask<|assistant|>", "</s>": "<|user|>\nask<|assistant|>", None: "<|user|>\nask<|assistant|>"}
+
+
+@pytest.mark.parametrize("last", HEADERS)
+@pytest.mark.parametrize("end", ["", "<|end|>", " <|end|>\n"])
+def test_a_stop_id_that_is_the_next_turns_header_stands_once(last: str | None, end: str):
+    each = "{{ '<|' + m.role + '|>\n' + m.content }}{% if m.role == 'assistant' %}" + f"{{{{ {end!r} }}}}{{% endif %}}"
+    template = f"{{% for m in messages %}}{each}{{% endfor %}}<|assistant|>"
+    chat = ChatFormat(tokenizer_with(template, "</s>"), {})
+    last_id = chat.tokenizer.convert_tokens_to_ids(last) if last else None
+    ids = chat.increment([USER], last is not None, last_id)
+    left = end if last is None else end.partition("<|end|>")[2] if last == "</s>" else ""
+    assert "".join(chat.tokenizer.convert_ids_to_tokens(ids)) == left + HEADERS[last]
+
+
+def test_an_end_that_stands_for_another_in_mid_conversation_stands_once():
+    """Only the last message of gpt-oss's template ends by the token that a model ends its answers by."""
+    ends = "<|end|>", "{% if loop.last and not add_generation_prompt %}<|eot|>{% else %}<|end|>{% endif %}"
+    each = (
+        f"<|start|>{{{{ m.role }}}}<|stop|>{{{{ m.content }}}}{{% if m.role == 'user' %}}{ends[0]}{{% else %}}{ends[1]}"
+    )
+    template = f"{{% for m in messages %}}{each}{{% endif %}}{{% endfor %}}" + "<|start|>assistant<|stop|>"
+    chat = ChatFormat(tokenizer_with(template, "<|eot|>"), {})
+    told = "<|start|>user<|stop|>ask<|end|><|start|>assistant<|stop|>"
+    ids = [chat.increment([USER], stopped) for stopped in (True, False)]
+    assert ["".join(chat.tokenizer.convert_ids_to_tokens(each)) for each in ids] == [told, f"<|end|>{told}"]

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 import main
+from configs.extras import is_here
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
@@ -242,6 +243,46 @@ def test_a_run_on_vllm_samples_by_the_probabilities_that_it_trains(wide_headed_m
     main.run(compose(*vllm_run(wide_headed_model, tmp_path / "run", "trainer.total_training_steps=5")))
     assert "resuming from" in capsys.readouterr().out
     assert abs(learning_metrics(tmp_path / "run")[5]["rollout_corr/kl"]) < 1e-5
+
+
+ANY_CALLS = """
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
+from data.tools import function_tool
+
+@ToolParser.register("any")
+class Any(ToolParser):
+    def parse(self, answer, schemas):
+        return ParsedAnswer("", [ToolCall("longer", {"text": str(answer)})])
+
+@function_tool
+def longer(text: str) -> str:
+    "Adds to a text."
+    return text[:3] + "<|end|>!"
+
+def compute_score(solution_str):
+    return float(solution_str.count("1"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_here("extras.tools"), reason="extras/tools was removed")
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=needs_vllm)])
+def test_tokens_that_follow_tools_are_sampled_by_the_probabilities_that_are_trained(name, wide_headed_model, tmp_path):
+    """Each answer of four, ended or cut, is a call; the largest ratio of a step is that of its worst token."""
+    (tmp_path / "calls.py").write_text(ANY_CALLS)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "data_source": "s"}}\n' for n in range(8)))
+    turns = "enable=true format=any max_assistant_turns=4 max_tokens_per_turn=16 function_tool_path="
+    keys = [f"actor_rollout_ref.rollout.multi_turn.{key}" for key in f"{turns}{tmp_path}/calls.py".split()]
+    keys += f"""
+        env.id=null data.train_files={tmp_path}/rows.jsonl data.max_prompt_length=40 data.max_response_length=140
+        actor_rollout_ref.model.external_lib={tmp_path}/calls.py actor_rollout_ref.rollout.name={name}
+        reward.custom_reward_function.path={tmp_path}/calls.py trainer.total_training_steps=6
+        algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=1e-2
+    """.split()
+    main.run(compose(*short_run(wide_headed_model, tmp_path / "run", *keys), name="ppo_trainer"))
+    steps = [metrics for step, metrics in learning_metrics(tmp_path / "run").items() if step]
+    assert len(steps) == 6 and {step["tool_call_counts/min"] for step in steps} == {3.0}
+    assert max(step["rollout_mismatch/max_ratio"] for step in steps) < 1 + 1e-5
 
 
 @needs_vllm

@@ -307,7 +307,7 @@ class ResponseBuilder:
         schemas = {tool["function"]["name"]: tool for tool in self.body.schemas}
         parsed = parse_answer(self.parser, part.answer or part.text, schemas) if schemas else ParsedAnswer(part.text)
         calls = [
-            {"index": index, "id": f"call_{uuid4().hex}", "type": "function"}
+            {"index": index, "id": uuid4().hex[:9], "type": "function"}  # Mistral's template takes no other length
             | {"function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
             for index, call in enumerate(parsed.calls[: 1 if self.body.parallel_tool_calls is False else None])
         ]

@@ -262,7 +262,8 @@ class Session:
             with suppress(ValueError, *TEMPLATE_ERRORS):
                 if behind is not None:
                     ids, end = behind
-                    return [*ids, *chat.increment(messages[end.messages :], end.stopped)]
+                    calls = messages[end.messages - 1].get("tool_calls", ())
+                    return [*ids, *chat.increment(messages[end.messages :], end.stopped, ids[-1], calls)]
             return chat.prompt_ids(messages)
 
         try:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, check_reads, load_subclass
-from data.chat import QUESTION, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
+from data.chat import START, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
 from data.padding import media_of
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
@@ -300,7 +300,7 @@ class ConversationFormat:
 
     def mask_by_turns(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterator[Part]:
         """Splits a conversation turn by turn: prompt, answer, the messages that follow it, the next answer."""
-        place = 0
+        place, last_id, calls = 0, None, ()
         for is_answer, group in groupby(messages, lambda message: message["role"] == "assistant"):
             turn = list(group)
             if is_answer and (place == 0 or len(turn) > 1):
@@ -310,11 +310,13 @@ class ConversationFormat:
                 )
             flags = learnt[place : place + len(turn)]
             if is_answer:
-                yield Part(self.answer_ids(turn[0], chat), flags[0])
+                ids, calls = self.answer_ids(turn[0], chat), turn[0].get("tool_calls", ())
+                last_id = ids[-1]
+                yield Part(ids, flags[0])
             elif any(flags):
-                yield from self.mask_of_messages(turn, flags, chat, first=place == 0)
+                yield from self.mask_of_messages(turn, flags, chat, last_id, calls)
             else:
-                yield Part(chat.increment(turn, stopped=True) if place else chat.prompt_ids(turn), False)
+                yield Part(chat.increment(turn, True, last_id, calls) if place else chat.prompt_ids(turn), False)
             place += len(turn)
 
     def answer_ids(self, message: Message, chat: ChatFormat) -> list[int]:
@@ -322,25 +324,30 @@ class ConversationFormat:
         content = message.get("content")
         if isinstance(content, str) and message.keys() == {"role", "content"}:
             return [*self.tokenizer.encode(content, add_special_tokens=False), self.end_id]
-        question = [{"role": "user", "content": QUESTION}]
-        before, whole = chat.render(question, True), chat.render([*question, message], False)
+        before, whole = chat.render(START, True), chat.render([*START, message], False)
         if not whole.startswith(before):
             raise ValueError(
                 f"the chat template writes an answer of {', '.join(message)} otherwise than behind its own start of an "
                 "answer: what the model would learn is not what it will be asked for."
             )
         ids = self.tokenizer.encode(whole.removeprefix(before), add_special_tokens=False)
-        rest = ids[::-1].index(self.end_id) if self.end_id in ids else 0
-        return ids[: len(ids) - rest] if self.end_id in ids else [*ids, self.end_id]
+        if self.end_id in ids:
+            return ids[: len(ids) - ids[::-1].index(self.end_id)]
+        last = self.tokenizer.added_tokens_decoder.get(ids[-1])  # gpt-oss's calls have an end of their own
+        return ids if "tool_calls" in message and last and last.special else [*ids, self.end_id]
 
     def mask_of_messages(
-        self, messages: list[Message], learnt: list[bool], chat: ChatFormat, first: bool
+        self, messages: list[Message], learnt: list[bool], chat: ChatFormat, last_id: int | None, calls: Sequence[Any]
     ) -> Iterator[Part]:
-        """Splits messages other than answers: the contents of some are learnt, with the token that ends each."""
+        """Splits messages other than answers: the contents of some are learnt, with the token that ends each; behind an
+        answer with these calls that `last_id` ends, or as a prompt."""
+        first = last_id is None
         contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, flag in enumerate(learnt) if flag}
         keys = iter(contents)
         marked = [each | {"content": next(keys)} if flag else each for each, flag in zip(messages, learnt, strict=True)]
-        pieces, whole = (chat.render(part, True) if first else chat.increment_text(part) for part in (marked, messages))
+        pieces, whole = (
+            chat.render(part, True) if first else chat.increment_text(part, calls) for part in (marked, messages)
+        )
         pieces = re.split(f"({'|'.join(contents)})", pieces)
         for written in (contents, {mark: str(content).strip() for mark, content in contents.items()}):  # some trim
             if "".join(str(written.get(piece, piece)) for piece in pieces) == whole:
@@ -353,7 +360,7 @@ class ConversationFormat:
         for place, piece in enumerate(pieces):
             opens = first and place == 0 and self.tokenizer.chat_template is None  # a template writes its own
             ids = self.tokenizer.encode(written.get(piece, piece), add_special_tokens=opens)
-            end = chat.end_of_turn(ids) if piece not in written and (place or not first) else 0
+            end = chat.end_of_turn(ids, last_id) if piece not in written and (place or not first) else 0
             if place:  # otherwise it ends the answer before, which already has it
                 yield Part(ids[:end], True)
             yield Part(ids[end:], piece in written)

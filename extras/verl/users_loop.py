@@ -172,7 +172,8 @@ class AgentLoopBase:
     async def after_answer(self, messages: list[dict[str, Any]], stopped: bool = True, tools: Any = None) -> list[int]:
         """Token ids of what the template writes from an answer to the next when `messages` follow it; of one that has
         not `stopped` by itself also the end. Raises ValueError where the template does not only append."""
-        return ChatFormat(self.tokenizer, self._template_kwargs(tools)).increment(messages, stopped)
+        last_ids = [done.token_ids[-1] for _, done in self.server_manager.answers.values() if done.token_ids]
+        return ChatFormat(self.tokenizer, self._template_kwargs(tools)).increment(messages, stopped, *last_ids[-1:])
 
     def _template_kwargs(self, tools: Any) -> dict[str, Any]:
         return self.apply_chat_template_kwargs | ({"tools": tools} if tools else {})

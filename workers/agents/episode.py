@@ -128,7 +128,7 @@ class Episode(ABC):
                 elif end_reason is None and not reply.messages:
                     end_reason = end_of(done.finish_reason, limits.response - len(sample.token_ids))
                 elif end_reason is None:
-                    observation = chat.increment(reply.messages, done.finish_reason == "stop")
+                    observation = chat.increment(reply.messages, done.finish_reason == "stop", done.token_ids[-1])
                     end_reason = append_observation(sample, observation, limits, turn)
                 turn += 1
             reply = await or_episode_error(self.finish())

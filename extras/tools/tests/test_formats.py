@@ -233,6 +233,8 @@ def test_a_parser_in_verls_form_gets_the_ids_themselves_and_a_copy_of_an_answer_
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["[CALL]"], special_tokens=True)
     spelt = [*map(tokenizer.convert_tokens_to_ids, "[CALL]7"), tokenizer.eos_token_id]  # no mark, but its characters
+    thought = Answer([*tokenizer.encode("<think>hm</think>"), *spelt], tokenizer, stopped=True)
+    assert parse_answer(OfIds(tokenizer), thought, {}) == ParsedAnswer("<think>hm</think>\n\n[CALL]7")
     answer = Answer(spelt, tokenizer, stopped=True)
     assert parse_answer(OfIds(tokenizer), answer, {}) == ParsedAnswer("[CALL]7")
     called = Answer(tokenizer.encode('[CALL]{"a": 1}<|end|>'), tokenizer, stopped=True)

@@ -6,16 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
 from configs.schema import MultiTurnConfig
 from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
 from data.chat import ChatFormat, encode_prompt, tool_kwargs
+from data.protocol import DataProto
 from data.tool_parsers import ToolParser
+from data.types import Completion, Request, SamplingParams
 from extras.tools.conversations import ToolEpisodes
+from tests.engines import Playing, Scripted
 from tests.runs import compose
-from tests.test_chat_families import template_of
+from tests.test_chat import tokenizer_with
+from tests.test_chat_families import FAMILIES, template_of
+from training.environment import assign_agents
 from training.plan import make_plan
 
 CALCULATOR = '''
@@ -106,6 +112,44 @@ def test_tools_are_refused_at_the_start_if_the_template_writes_no_results(calcul
         ValueError, match=r"leaves out the text of a message of the role tool: say it as .*custom_chat_te"
     ):
         make_plan(compose(*given, tools))
+
+
+class Ending(Scripted):
+    """Ends an answer by the token that the script gives it."""
+
+    def completion(self, request: Request) -> Completion:
+        done = super().completion(request)
+        return replace(done, token_ids=done.token_ids[:-1], log_probs=done.log_probs[:-1])
+
+
+OSS = '<|start|>tool add<|stop|>"7"<|end|><|start|>assistant'
+GLM = "\n<tool_response>\n7\n</tool_response><|assistant|>"
+
+
+@pytest.mark.parametrize(("family", "answer", "told"), [
+    ("gpt-oss", "add(3)<|eot|>", OSS),
+    ("gpt-oss", "add(3)<|end|>", OSS),
+    ("Mistral v0.3", "add(3)</s>", "[TOOL_RESULTS] 7[/TOOL_RESULTS]"),
+    ("GLM-4.5", "add(3)<|tool|>", GLM),
+    ("GLM-4.5", "add(3)</s>", f"<|tool|>{GLM}"),
+])  # fmt: skip
+def test_results_follow_calls_that_are_kept_as_they_were_sampled(family: str, answer: str, told: str, write):
+    """Templates that take results behind calls alone, and those by whose headers an answer ends."""
+    tokenizer = tokenizer_with(template_of(family), FAMILIES[family][2])
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    tokenizer.pad_token, said = "<s>", [answer, f"7{tokenizer.eos_token}"]
+    tools = write("adding.py", "def add(a: int) -> int:\n    'Adds 4.'\n    return a + 4\n")
+    keys = [f"actor_rollout_ref.rollout.multi_turn.{k}" for k in ("enable=true", f"function_tool_path={tools}")]
+    keys += ["actor_rollout_ref.rollout.multi_turn.format=plain", "env.id=null", "data.train_files=x.jsonl"]
+    config = compose(*keys, "data.max_prompt_length=64", "data.max_response_length=200")
+    messages = [{"role": "user", "content": "3+4"}]
+    rows = {"raw_prompt": [messages], "raw_prompt_ids": [encode_prompt(messages, tokenizer)], "data_source": ["sums"]}
+    rows = assign_agents(DataProto.from_single_dict(rows | {"extra_info": [{}]}), config)
+    engine = Ending(config, tokenizer, lambda text, times: said.pop(0))
+    batch = Playing(config, engine, None).generate_sequences(rows, SamplingParams(True, 1.0, -1, 1.0, 99), 0)
+    assert (batch.failure.tolist(), batch.tool_call_counts.tolist()) == ([None], [1])
+    ids = batch.responses[0][batch.attention_mask[0][-batch.responses.shape[1] :] == 1]
+    assert "".join(tokenizer.convert_ids_to_tokens(ids)) == f"{answer}{told}7{tokenizer.eos_token}"
 
 
 def test_a_conversation_goes_on_from_a_prompt_that_describes_tools(calculator):

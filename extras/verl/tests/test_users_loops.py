@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(name: str)
     tokenizer = tokenizer_with(template, end)
 
     async def told() -> list[int]:
-        loop = AgentLoopBase(settings(), None, tokenizer)
+        loop = AgentLoopBase(settings(), SimpleNamespace(answers={}), tokenizer)
         again = [{"role": "user", "content": "b"}]
         cut = await loop.after_answer(again, stopped=False)
         assert cut == ChatFormat(tokenizer, {}).increment(again, stopped=False)
