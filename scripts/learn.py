@@ -39,6 +39,7 @@ from configs.settings import with_settings
 from custom.tiny_model import save_tiny_model
 from data.files import sole_run
 from extras.imitate.__main__ import write_demonstrations
+from extras.imitate.demonstrations import PLAYERS
 from extras.imitate.look import Look, look
 from extras.report.__main__ import write_report
 from extras.sft import trainer as sft_trainer
@@ -51,6 +52,7 @@ EPISODES = 100  # held-out ones
 CHOSEN_BY = "env.val_seed=2000000"  # of the episodes by which stages are kept, so that the held-out ones choose nothing
 ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
+IDLE = 2, 5  # rounds without a gain that end imitation: after some with one, and before any
 LEAST_LEFT = 0.1  # part of the time with which reinforcement begins
 RATES = {"random": ("1e-3", "2e-4"), "trained": ("1e-4", "1e-5")}  # of imitation and of RL, by the model's weights
 SFT = ["data.train_batch_size=32", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
@@ -151,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--rows", type=int, default=ROWS, help="most that are imitated in a round; 0: none (%(default)s)"
     )
-    parser.add_argument("--labels", choices=("best", "random"), default="best", help="moves to imitate (%(default)s)")
+    parser.add_argument("--labels", default="best", help="whose moves to imitate: best, random, file.py:player")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, states, sampling (0)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of main.py")
     arguments = parser.parse_intermixed_args(argv)
@@ -190,13 +192,13 @@ def enrol(arguments: argparse.Namespace) -> tuple[Config, Course]:
 def learn(config: Config, course: Course) -> dict[str, Any]:
     """Runs all stages; returns the summary, and writes it to summary.json in the course's folder."""
     with refusals():
-        command = ["-m", "extras.imitate.look", *course.settings]
-        seen = Look(**course.run("look", command, partial(look, config, EPISODES)))
+        command = ["-m", "extras.imitate.look", "--player", course.labels, *course.settings]
+        seen = Look(**course.run("look", command, partial(look, config, EPISODES, course.labels)))
     course.model = start_model(config, course)
     rows = demonstrations(course, seen, 1)
     course.settings += [f"env.val_episodes={EPISODES}", *measure(rows, course.model)]
     before = evaluate(course, "untrained", course.model)
-    course.value = evaluate(course, "return of the untrained", course.model, CHOSEN_BY)
+    course.value = before
     if course.rows:
         imitate_in_rounds(course, seen, rows)
     stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
@@ -235,9 +237,9 @@ def imitate_in_rounds(course: Course, seen: Look, rows: Path) -> None:
     for number in itertools.count(1):
         model = imitate(course, model, files, number)
         gains = consider(course, f"imitation {number}", model)
-        idle = 0 if gains or seen.is_sure or course.model == started_as else idle + 1
-        is_last = course.is_short_of(f"demonstrations {number}", f"imitation {number}") or not seen.settings
-        if idle == 2 or is_last or seen.is_mastered_by(course.value):
+        idle = 0 if gains or seen.is_sure else idle + 1
+        is_last = course.is_short_of(f"demonstrations {number}", f"imitation {number}") or seen.player == "random"
+        if idle == IDLE[course.model == started_as] or is_last or seen.is_mastered_by(course.value):
             return
         files.append(demonstrations(course, seen, number + 1))
 
@@ -271,18 +273,18 @@ def demonstrations(course: Course, seen: Look, number: int) -> Path:
 
     There are as many as the time allows, by the seconds that a row took in the round before, or a move in the look.
     """
-    player, settings = course.labels if seen.settings else "random", [*course.settings, *seen.settings]
+    settings = [*course.settings, *seen.settings]
     before = course.results.get(f"demonstrations {number - 1}")
     seconds = max(before["seconds"], 0.1) / before["result"] if before else seen.seconds
     count = max(LEAST_ROWS, min(course.rows, int(FOR_LABELS * 60 * course.minutes / seconds)))
-    options = ["--player", player, "--rows", str(count), "--round", str(number)]
+    options = ["--player", seen.player, "--rows", str(count), "--round", str(number)]
     rows = course.path(f"demonstrations_{number}", [*options, *settings]).with_suffix(".jsonl")
     options += ["--output", str(rows)]
     course.run(
         f"demonstrations {number}",
         ["-m", "extras.imitate", *options, *settings],
         lambda: write_demonstrations(
-            compose("ppo_trainer", settings, takes_objects=True), player, count, rows, number=number
+            compose("ppo_trainer", settings, takes_objects=True), seen.player, count, rows, number=number
         ),
     )
     return rows
@@ -303,11 +305,11 @@ def measure(rows: Path, model: str) -> list[str]:
 def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> str:
     """Trains a model on the newest rows, as many as the course's, and as often as makes about so many."""
     count = len(files[-1].read_text().splitlines())
-    newest = files[-max(1, course.rows // count) :]
+    newest = files[-max(1, -(-course.rows // count)) :]
     settings = [
         f"data.train_files=[{','.join(map(str, newest))}]",
         f"model.path={model}",
-        f"trainer.total_epochs={max(1, course.rows // (count * len(newest)))}",
+        f"trainer.total_epochs={max(1, round(course.rows / (count * len(newest))))}",
         f"optim.lr={RATES[course.weights][0]}",
         *SFT,
         *(each for each in course.settings if each.startswith("trainer.seed=")),
@@ -362,8 +364,8 @@ def verdict(seen: Look, greedy: float, sampled: float) -> str:
 
 def how_far(seen: Look, value: float) -> str:
     """Says how far it was learnt; where it was not, what stood in the way, and what would help."""
-    share, judged = seen.share(value), " ".join(seen.settings)
-    own = "rows of a better player: `python -m extras.imitate --player file.py:player` (docs/learn.md)"
+    share, judged = seen.share(value), " ".join(seen.settings) if seen.player in PLAYERS else seen.player
+    own = "a better player to imitate: `--labels file.py:player` (docs/learn.md)"
     if not judged:
         learnt = "better than the random player" if value > seen.random else "not learnt"
         return (
@@ -371,8 +373,8 @@ def how_far(seen: Look, value: float) -> str:
             f"imitated. Give it {own}."
         )
     if seen.is_mastered_by(value):
-        limit = "" if seen.is_sure else f", who looks ahead by random play. Where you know better, give it {own}"
-        return f"mastered: as good as the player that it imitates ({judged}){limit}."
+        as_good = f"as good as the player that it imitates ({judged}), who earns {seen.teacher:.3g}"
+        return f"mastered: {as_good}." if seen.is_sure else f"learnt: {as_good}. Where you know better, give it {own}."
     learnt = "learnt" if share >= 0.9 else "partly learnt" if share > 0.1 else "not learnt"
     return (
         f"{learnt}: {max(share, 0):.0%} of the way from the random player to the one that it imitates ({judged}), who "

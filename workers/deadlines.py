@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple, Self
 
 from configs.errors import notice
@@ -41,7 +42,14 @@ def stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != asks}
     busy = [ident for ident, each in frames.items() if Path(each.f_code.co_filename).name not in IDLE or ident == main]
-    return "\n".join(f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in busy)
+    return "\n".join(f"{names.get(ident, ident)}:\n{stack_of(frames[ident])}" for ident in busy)
+
+
+def stack_of(frame: FrameType) -> str:
+    try:
+        return "".join(traceback.format_stack(frame))
+    except AttributeError:  # the thread ran on meanwhile, and its frames are others' by now
+        return "  (it runs)\n"
 
 
 class Beat(NamedTuple):

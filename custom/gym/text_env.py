@@ -100,7 +100,7 @@ class TextEnv:
     playouts: int = 16  # of a move, under reward="playouts"
     horizon: int | None = None  # most moves of a playout; default: to the end of the episode
     discount: float = 0.97  # of what comes a move later, under "playouts" and "search": sooner is better
-    search_budget: int = 2000  # most positions that a reset may reach, under reward="search"
+    search_budget: int = 80_000  # most moves that are tried in the positions of a reset, under reward="search"
     timeout: float | None = 60.0  # seconds that a reset or a step may take when it is tried out
 
     def __post_init__(self) -> None:

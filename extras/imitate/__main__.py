@@ -10,20 +10,40 @@ env.history=transcript are shown, a whole episode.
 from configs.errors import refusals  # isort: skip
 
 import argparse
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 from rich.progress import track
 
 from configs.checks import check_output_folder
-from configs.errors import ConfigError
+from configs.errors import ConfigError, notice
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import with_settings
 from data.files import dump_jsonl
 from data.seeding import derive_seed, seed_everything
+from data.types import Row
 from extras.imitate.demonstrations import Demonstrations
 from training.environment import build_environment, data_settings, env_dataset
+
+OFTEN, ALIKE = 10, 0.25  # rows of a text, and the share of them that its commonest answer has
+
+
+def tell_of_secrets(demonstrations: Iterator[Row], rows: int) -> Iterator[Row]:
+    """Yields so many rows, and says at the end if texts that repeat were mostly answered in other ways."""
+    answers: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in islice(demonstrations, rows):
+        answers[str(row["prompt"])][row["response"]] += 1
+        yield row
+    often = [each for each in answers.values() if each.total() >= OFTEN]
+    if often and sum(max(each.values()) for each in often) < ALIKE * sum(each.total() for each in often):
+        most = max(often, key=len)
+        notice(
+            f"demonstrations: one text was answered in {len(most)} ways, {most.total()} times. The player goes by what "
+            "the text does not show, such as a secret or chance to come: what it earns may be out of reach."
+        )
 
 
 def write_demonstrations(
@@ -38,8 +58,8 @@ def write_demonstrations(
     environment = build_environment(with_settings(config, settings))
     dataset = env_dataset(data_settings(config), environment, None, size=1)
     demonstrations = Demonstrations(environment, dataset, player, seed)
-    written = islice(demonstrations.turns() if history == "turns" else demonstrations.transcripts(), rows)
-    dump_jsonl(output, track(written, "writing demonstrations", total=rows))
+    written = tell_of_secrets(demonstrations.turns(), rows) if history == "turns" else demonstrations.transcripts()
+    dump_jsonl(output, track(islice(written, rows), "writing demonstrations", total=rows))
     return rows
 
 

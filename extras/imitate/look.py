@@ -1,12 +1,14 @@
 """Looks at an environment before it is learnt: python -m extras.imitate.look env.id=my_game.py:Game-v0 [key=value …]
 
+    --player file.py:player    a player of yours is the teacher (random: only legal moves are taught)
+
 Says what answers and observations look like, what random play earns, and whether the best moves of a state can be
 known: by its own table, by a search, or by playouts of some length, whichever player earns most.
 """
 
 from configs.errors import ConfigError, refusals  # isort: skip
 
-import sys
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +19,11 @@ import numpy as np
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import with_settings
-from extras.imitate.demonstrations import load_player
+from extras.imitate.demonstrations import PLAYERS, load_player
 from training.environment import build_environment, episode_seeds
 
 TRIED = 20  # episodes of a player that is considered
+MORE_SECONDS = 10  # in which the player that is chosen shows what it earns
 HORIZONS = (3, 10)  # of playouts, before those to the end
 MASTERED = 0.95  # of the way from the random player to the teacher
 SURE = 2.0  # standard errors by which a player has to be better than the random one, and than who thinks less
@@ -38,6 +41,7 @@ class Look:
         error: the standard error of the teacher's return.
         is_sure: whether these moves are the best that there are, and no estimates.
         seconds: that it takes to know the best move of a state.
+        player: who is imitated: best, random or the user's.
     """
 
     random: float
@@ -47,6 +51,7 @@ class Look:
     error: float
     seconds: float
     is_sure: bool = False
+    player: str = "best"
 
     def share(self, value: float) -> float:
         """Returns how far a return is on the way from the random player's to the teacher's."""
@@ -57,8 +62,11 @@ class Look:
         return self.teacher > self.random and self.share(value) >= min(MASTERED, self.share(self.teacher - self.error))
 
 
-def look(config: Config, episodes: int) -> dict[str, Any]:
-    """Looks at the environment of `config`, and says what it sees; returns the fields of a `Look`."""
+def look(config: Config, episodes: int, player: str = "best") -> dict[str, Any]:
+    """Looks at the environment of `config`, and says what it sees; returns the fields of a `Look`.
+
+    A `player` of the user's is the teacher, whoever judges single moves.
+    """
     environment = environment_of(config)
     if "world_of" not in dir(environment):
         raise ConfigError(f"env.path={config.env.path}: {type(environment)} is no TextEnv of custom/env_wrapper.py.")
@@ -71,31 +79,42 @@ def look(config: Config, episodes: int) -> dict[str, Any]:
     tried = range(seeds[-1] + 1, seeds[-1] + 1 + TRIED)
     random = best = Earnings.of(environment, "random", tried)
     settings, is_sure = [], False
-    for arguments in ways_to_judge(environment) if environment.repeatable else ():
+    for arguments in ways_to_judge(environment, best.longest) if environment.repeatable else ():
         earnings = judge(config, arguments, tried)
         if earnings is not None and earnings.is_above(random, SURE) and earnings.is_above(best, SURE):
-            best, settings = earnings, [f"env.kwargs.{name}={value}" for name, value in arguments.items()]
+            best, chosen = earnings, arguments
+            settings = [f"env.kwargs.{name}={value}" for name, value in arguments.items()]
             is_sure = arguments["reward"] != "playouts"
         if is_sure:
             break  # nothing knows better
-    teacher = best if settings else held_out
+    teacher = play_more(config, chosen, best, range(tried.start, tried.start + episodes)) if settings else held_out
     print(f"moves are judged by: {' '.join(settings) or 'nothing: any legal move is as good as another'}")
-    return asdict(
-        Look(held_out.mean, teacher.mean, settings, environment.repeatable, teacher.error, teacher.seconds, is_sure)
-    )
+    if player not in PLAYERS:
+        teacher, is_sure = Earnings.of(environment, player, tried), False
+        print(f"{player}: return {teacher}")
+    elif not settings:
+        player = "random"
+    facts = held_out.mean, teacher.mean, settings, environment.repeatable, teacher.error, teacher.seconds
+    return asdict(Look(*facts, is_sure, player))
 
 
-def ways_to_judge(environment: Any) -> Iterator[dict[str, Any]]:
+def ways_to_judge(environment: Any, longest: int) -> Iterator[dict[str, Any]]:
     """Yields arguments of the environment by which moves may be judged, those that know most first; where the user has
-    set some, these alone."""
+    set some, these alone. `longest` is the most moves of an episode."""
     if environment.reward != "env":
         yield {"reward": environment.reward}
         if environment.reward != "progress":
             return
     yield {"reward": "search"}
-    horizons = [each for each in HORIZONS if each < environment.max_turns] if environment.horizon is None else []
+    horizons = [each for each in HORIZONS if each < longest] if environment.horizon is None else []
     yield from ({"reward": "playouts", "horizon": horizon} for horizon in horizons)
     yield {"reward": "playouts"}
+
+
+def play_more(config: Config, arguments: dict[str, Any], earnings: "Earnings", seeds: range) -> "Earnings":
+    """Returns what the chosen player earns in more episodes, as many of `seeds` as some seconds allow."""
+    count = min(len(seeds), int(MORE_SECONDS / (earnings.seconds * earnings.longest)))
+    return (count > TRIED and judge(config, arguments, seeds[:count])) or earnings
 
 
 def judge(config: Config, arguments: dict[str, Any], seeds: Sequence[int]) -> "Earnings | None":
@@ -122,11 +141,13 @@ class Earnings:
     Attributes:
         returns: of the episodes; discounted: the same, by env.kwargs.discount, so that sooner is better.
         seconds: that a move took.
+        longest: most moves of an episode.
     """
 
     returns: np.ndarray
     discounted: np.ndarray
     seconds: float
+    longest: int = 0
 
     @classmethod
     def of(cls, environment: Any, player: str, seeds: Sequence[int]) -> "Earnings":
@@ -143,7 +164,7 @@ class Earnings:
                 end_reason = info["end_reason"]
         seconds = (time.perf_counter() - started) / sum(map(len, rewards))
         discounted = [np.dot(each, environment.discount ** np.arange(len(each))) for each in rewards]
-        return cls(np.array([*map(sum, rewards)]), np.array(discounted), seconds)
+        return cls(np.array([*map(sum, rewards)]), np.array(discounted), seconds, max(map(len, rewards)))
 
     @property
     def mean(self) -> float:
@@ -164,10 +185,12 @@ class Earnings:
 
 
 def main() -> None:
-    if not sys.argv[1:] or "--help" in sys.argv:
-        raise SystemExit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--player", default="best", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="+", metavar="key=value", help="settings of main.py, env.id first of all")
+    arguments = parser.parse_intermixed_args()
     with refusals():
-        look(compose("ppo_trainer", sys.argv[1:], takes_objects=True), 100)
+        look(compose("ppo_trainer", arguments.overrides, takes_objects=True), 100, arguments.player)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A move is worth the discounted return that follows it: of the best play (`Search
 """
 
 import copy
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ def explore(environment: Any, seed: int) -> Map:
     Raises NoCredit where a move draws random numbers or goes differently the second time, or positions are too many.
     """
     world, most, reset = environment.world_of(seed), environment.search_budget, f"after reset(seed={seed})"
+    moves = moves_of(environment)
     world.play(seed, ())
     positions = Positions(world.env)
     _, states = start = positions.keep()
@@ -93,16 +95,16 @@ def explore(environment: Any, seed: int) -> Map:
     frontier, ways, rows = deque([start]), [()], []
     while frontier:
         position, row = frontier.popleft(), []
-        for way in [(*ways[len(rows)], action) for action in moves_of(environment)]:
+        for way in [(*ways[len(rows)], action) for action in moves]:
             first, second = (attempt(world, positions, position, way) for _ in range(2))
             if first != second:
                 reason = f"a move has one outcome, then another, {reset} and actions {list(way)}"
                 raise no_credit(environment, reason, PLAYOUTS_INSTEAD)
             reward, over, reached = first
             if not over and reached not in numbers:
-                if len(numbers) == most:
+                if (len(numbers) + 1) * len(moves) > most:
                     remedy = f"raise env.kwargs.search_budget={most}, or {PLAYOUTS_INSTEAD}"
-                    raise no_credit(environment, f"there are more than {most} positions {reset}", remedy)
+                    raise no_credit(environment, f"there are more than {most} moves in positions {reset}", remedy)
                 numbers[reached] = len(numbers)
                 frontier.append(positions.keep(states))
                 ways.append(way)
@@ -219,6 +221,12 @@ def grid(space: gym.Space) -> list[Any]:
         case gym.spaces.MultiDiscrete() if space.nvec.prod() <= MOST_MOVES:
             numbers = np.indices(space.nvec.ravel()).reshape(space.nvec.size, -1).T
             return [*(numbers.reshape(-1, *space.shape) + space.start).astype(space.dtype)]
+        case gym.spaces.MultiBinary() if 2 ** (size := int(np.prod(space.shape))) <= MOST_MOVES:
+            return [*np.indices((2,) * size).reshape(size, -1).T.reshape(-1, *space.shape).astype(space.dtype)]
+        case gym.spaces.Tuple() if math.prod(map(len, parts := [*map(grid, space)])) <= MOST_MOVES:
+            return [*product(*parts)]
+        case gym.spaces.Dict():
+            return [dict(zip(space, each, strict=True)) for each in grid(gym.spaces.Tuple(space.values()))]
         case gym.spaces.Text() if len(space.character_set) ** space.max_length <= MOST_MOVES:
             lengths = range(space.min_length, space.max_length + 1)
             return ["".join(text) for n in lengths for text in product(sorted(space.character_set), repeat=n)]
@@ -228,6 +236,13 @@ def grid(space: gym.Space) -> list[Any]:
             numbers = np.stack([axis.ravel() for axis in np.meshgrid(*steps.T, indexing="ij")], -1)
             return [*numbers.reshape(-1, *space.shape).astype(space.dtype)]
     return []
+
+
+def has_numbers(space: gym.Space) -> bool:
+    """Says whether actions hold real numbers, of which a list has some only."""
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        return any(map(has_numbers, space.values() if isinstance(space, gym.spaces.Dict) else space))
+    return isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
 
 
 class Search(Credit):
@@ -242,7 +257,7 @@ class Search(Credit):
         """Raises NoCredit for an environment of another kind, as far as its first training state shows."""
         environment, discount = self.environment, self.environment.discount
         space = environment.world_of(environment.train_seed(0)).env.action_space
-        if not self.moves or (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
+        if not self.moves or has_numbers(space):
             raise no_credit(environment, f"its actions, {space}, are no list of at most {MOST_MOVES}", PLAYOUTS_INSTEAD)
         if not 0 <= discount < 1:
             remedy = "set one below 1, so that sooner is better"

@@ -20,7 +20,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from configs.errors import ConfigError
 from custom.env_wrapper import EnvState, make_env
 from custom.gym.planning import best_actions
-from extras.lookahead.credit import GRID, NO_MOVE, NoCredit, explore
+from extras.lookahead.credit import GRID, NO_MOVE, NoCredit, explore, grid, has_numbers
 from tests.runs import ROOT, compose, learning_metrics, run_main, short_run
 from training.environment import build_environment
 
@@ -138,6 +138,25 @@ def test_a_map_that_another_reset_has_come_by_is_the_one_that_search_finds(env_i
     assert len(environment.credit.maps) <= count
 
 
+SPACES = [  # with how many of their actions are compared
+    (gym.spaces.MultiBinary(3), 8),
+    (gym.spaces.MultiBinary((2, 2)), 16),
+    (gym.spaces.MultiBinary(10), 0),
+    (gym.spaces.Tuple([gym.spaces.Discrete(2, start=5), gym.spaces.MultiDiscrete([2, 3])]), 12),
+    (gym.spaces.Dict(go=gym.spaces.Discrete(3), how=gym.spaces.Dict(far=gym.spaces.MultiBinary(2))), 12),
+    (gym.spaces.Tuple([gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)]), 50),
+    (gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.MultiBinary(10)]), 0),
+]
+
+
+@pytest.mark.parametrize(("space", "count"), SPACES, ids=str)
+def test_all_actions_of_a_small_space_are_compared_and_some_of_numbers(space, count):
+    actions = grid(space)
+    assert len({repr(action) for action in actions}) == len(actions) == count
+    assert all(map(space.contains, actions))
+    assert has_numbers(space) == (count == 50)
+
+
 CHANCE = {  # name: (draws, makes what the environment holds)
     "its own": (lambda env: env.np_random.random(), int),
     "held": (lambda env: env.held["deep"][0].random(), np.random.default_rng),
@@ -199,7 +218,7 @@ class Picky:
 gym.register("Views-v0", Views)
 INSTEAD = "env.kwargs.reward=playouts"
 REFUSED = {
-    "budget": (KEY_AND_DOOR, {"search_budget": 3}, f"3 positions.* raise env.kwargs.search_budget=3.*{INSTEAD}"),
+    "budget": (KEY_AND_DOOR, {"search_budget": 3}, f"3 moves.* raise env.kwargs.search_budget=3.*{INSTEAD}"),
     "text": ("Line-v0", {"action_space": gym.spaces.Text(3)}, f"are no list of at most 512: set {INSTEAD}"),
     "chance": ("FrozenLake-v1", {"is_slippery": True}, f"one outcome, then another.*: set {INSTEAD}"),
     "discount": (KEY_AND_DOOR, {"discount": 1.0}, "env.kwargs.discount=1.0 .*: set one below 1"),
@@ -220,7 +239,7 @@ def test_what_cannot_be_valued_is_refused_at_the_start_with_setting_reason_and_r
 
 def test_a_run_is_refused_before_it_begins():
     config = compose(f"env.id={KEY_AND_DOOR}", "env.kwargs={reward:search,search_budget:3}", name="ppo_trainer")
-    with pytest.raises(ConfigError, match="more than 3 positions"):
+    with pytest.raises(ConfigError, match="more than 3 moves"):
         build_environment(config)
 
 
