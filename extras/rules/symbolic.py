@@ -39,9 +39,8 @@ def symbolically_equal(answer: str, truth: str) -> bool:
 
 
 def unread(formula: str) -> tuple[int, list[str]]:
-    """Returns what math-verify passes over, and what two formulas have to share: how many primes, the bases of numbers.
-    """
-    return formula.replace(r"\prime", "'").count("'"), re.findall(r"(?<=\d)_\{?(\w+)", formula)
+    """Returns what math-verify passes over, and equal formulas share: how many primes, and the bases of numbers."""
+    return formula.count("'"), re.findall(r"(?<=\d)_\{?(\w+)", formula)
 
 
 def first_request() -> bytes:
