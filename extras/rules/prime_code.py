@@ -47,6 +47,11 @@ class TestCases:
     function: str | None = None
     asserts: tuple[str, ...] = ()
 
+    @property
+    def prelude(self) -> str:
+        """What runs before the program: imports, but not of the function that it is to define."""
+        return f"{PRELUDE}; globals().pop({self.function!r}, None)"
+
     def stdin_of(self, index: int) -> str:
         value = self.inputs[index]
         if self.function is None or isinstance(value, str):
@@ -105,7 +110,7 @@ def run_case(
     secret, left = secrets.token_hex(16), max(0.0, end - time.monotonic())
     stdin, checks = cases.stdin_of(index), cases.checks_of(index, secret)
     limits |= {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "files_mb": FILES_MB}
-    done = run_python(PRELUDE, stdin, then=(program, *checks), **limits)
+    done = run_python(cases.prelude, stdin, then=(program, *checks), **limits)
     output = without_secret(done.output, secret) if checks else done.output
     result = judge(done.status, output, cases.outputs[index], by_value=cases.function is not None)
     error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]

@@ -107,7 +107,7 @@ def canonical(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[ ,]|~", " ", text)
     for old, new in (("\\%", ""), ("%", ""), ("\\$", ""), ("$", ""), (" or ", " , "), (" and ", " , "), *POWERS.items(),
                      ("dfrac", "frac"), ("tfrac", "frac"), (",\\!", ""), ("\\circ", ""), ("\\left", ""),
-                     ("\\right", "")):  # fmt: skip
+                     ("\\right", ""), ("−", "-")):  # fmt: skip
         text = text.replace(old, new)
     text = UNIT.sub("", text).removesuffix("^").strip()
     if text.startswith("{") and text.endswith("}"):

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import ConfigError
-from extras.rules.prime_code import (
-    PRELUDE,
-    TestCases,
-    first_block,
-    parse_test_cases,
-    program_of,
-    python_block,
-    without_secret,
-)
+from extras.rules.prime_code import TestCases, first_block, parse_test_cases, program_of, python_block, without_secret
 
 FIRST = 10  # cases that count with `continuous`
 SERVER_ERROR, RUN_ERROR, TOO_SLOW, NO_PROGRAM = -1, -2, -3, -4
@@ -93,7 +85,7 @@ class Server:
         apart = f"exec(compile({program!r}, '<code>', 'exec'))"  # its lines keep their numbers, and __future__ is first
         try:
             with self.semaphore:
-                answer = self.post("\n\n".join((PRELUDE, apart, *checks)), cases.stdin_of(index))
+                answer = self.post("\n\n".join((cases.prelude, apart, *checks)), cases.stdin_of(index))
         except ValueError as error:  # RequestRefused
             if error.status not in REFUSED_PROGRAM:
                 raise
