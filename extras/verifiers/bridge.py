@@ -29,7 +29,7 @@ def package() -> ModuleType:
         raise ValueError(f"it needs the package verifiers: pip install 'verifiers<0.4' ({error})") from None
     except ImportError as error:
         raise ValueError(
-            f"verifiers {verifiers.__version__} has no load_environment: from 0.4 on a harness plays tasks in a runtime, "
+            f"verifiers {verifiers.__version__} lacks load_environment: from 0.4 on a harness plays tasks in a runtime, "
             "without data sets and rubrics. Install 'verifiers<0.4', and the environment in a version for it."
         ) from error
     return verifiers

@@ -233,6 +233,9 @@ BLOCKS = [  # (response, the last python block, the first block)
 SQUARE = "```python\nprint(int(input()) ** 2)\n```"
 METHOD = "```python\nclass Solution:\n    def double(self, x):\n        return [x, x]\n```"
 ADD = "```python\ndef add(a, b): return a + b\n```"
+IMPORTED = "```python\nclass Solution:\n  def f(self, a: List[int]): return math.gcd(*a)\n```"  # by verl's judge
+FUTURE = "```python\nfrom __future__ import annotations\nd = defaultdict(int)\nprint(d[input()])\n```"
+DEEP = "```python\ndef f(n): return n and 1 + f(n - 1)\nprint(f(int(input())))\n```"
 CODE = [  # (response, test cases, score): programs that are run
     (SQUARE, {"inputs": ["2", "3"], "outputs": ["4", "9"]}, 1),
     (SQUARE, {"inputs": ["2", "3"], "outputs": ["4", "8"]}, 0.5),
@@ -244,12 +247,10 @@ CODE = [  # (response, test cases, score): programs that are run
     (ADD, {"inputs": ["1\n2", "1\n1"], "outputs": ["3", "3"], "fn_name": "add"}, 0.5),
     ("```python\ndef add(a, b): return (a, b)\n```", {"inputs": ["1\n2"], "outputs": ["[1, 2]"], "fn_name": "add"}, 1),
     (ADD, {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]}, 0.5),
-    ("```python\nclass Solution:\n  def f(self, a: List[int]): return math.gcd(*a)\n```",  # what verl's judge imports
-     {"inputs": ["[4, 6]"], "outputs": ["2"], "fn_name": "f"}, 1),
-    ("```python\nx = 1\n```", {"inputs": ["4\n6"], "outputs": ["2"], "fn_name": "gcd"}, 0),  # in verl 1: gcd of math
-    ("```python\nfrom __future__ import annotations\nd = defaultdict(int)\nprint(d[input()])\n```",  # in verl 0
-     {"inputs": ["a"], "outputs": ["0"]}, 1),
-    ("```python\ndef f(n): return n and 1 + f(n - 1)\nprint(f(9999))\n```", {"inputs": [""], "outputs": ["9999"]}, 1),
+    (IMPORTED, {"inputs": ["[4, 6]"], "outputs": ["2"], "fn_name": "f"}, 1),
+    ("```python\nx = 1\n```", {"inputs": ["4\n6"], "outputs": ["2"], "fn_name": "gcd"}, 0),  # in verl 1: math has one
+    (FUTURE, {"inputs": ["a"], "outputs": ["0"]}, 1),  # in verl 0
+    (DEEP, {"inputs": ["9999"], "outputs": ["9999"]}, 1),
     ("1. So:\n   ```python\n   if 1:\n     print(2)\n   ```", {"inputs": [""], "outputs": ["2"]}, 1),
     (SQUARE, "no JSON", 0),
     (SQUARE, {"inputs": ["2"]}, 0),

@@ -1,6 +1,7 @@
 """Environments of the package verifiers, where it is installed: scored by their rubrics, or played by themselves."""
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,17 @@ def test_the_id_stands_for_rows_and_a_rubric_or_for_a_program(toy):
         compose("env.id='verifiers:toy-env?turns=1'", name="ppo_trainer")
     with pytest.raises(ConfigError, match=r"arguments are part of the name, env\.id=verifiers:toy-env\?KEY=VALUE"):
         compose("env.kwargs.count=3", f"env.id={toy}", name="ppo_trainer")
+
+
+def test_a_version_with_other_environments_is_refused_with_what_changed(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers/__init__.py").write_text("__version__ = '0.4.0'")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"verifiers 0\.4\.0 lacks load_environment: .* Install 'verifiers<0\.4'"):
+        compose("env.id=verifiers:toy-env", name="ppo_trainer")
+    sys.modules.pop("verifiers")
 
 
 def test_a_rubric_scores_the_samples_of_a_prompt_together(toy):
