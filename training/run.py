@@ -84,7 +84,7 @@ class Run:
         self.global_step = 0
         self.metrics: Metrics = {}
         self.validation: Metrics = {}
-        self.folder, self.resumed_from = Path(config.trainer.default_local_dir), None
+        self.folder = Path(config.trainer.default_local_dir)
         self.saver = Saver(self.folder, self.write_state, config.trainer.max_ckpt_to_keep, self.is_written)
         self.save_freq = total_steps if config.trainer.save_freq == LAST else config.trainer.save_freq
         self.contents, self.in_background = contents, in_background
@@ -120,11 +120,11 @@ class Run:
         clear_leftovers(self.folder)
         with self.observers:
             self.resume()
+            self.saver.go_on_from(checkpoint_to_resume(self.config))
             if self.global_step >= self.total_steps:
                 print(nothing_left(self.global_step, self.total_steps, self.validation))
             else:
                 rewrite(self.folder / CONFIG_FILE, self.config_text.encode())
-            self.saver.go_on_from(self.resumed_from)
             self.observers.started(self.global_step)
             self.timing["start"] = time.monotonic() - self.began
             if self.can_validate and settings.val_before_train and self.global_step == 0:
@@ -243,7 +243,7 @@ class Run:
         trusted = self.config.trainer.trust_checkpoint
         read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted)
         read_part(folder / "trainer_state.pt", self.restore, trusted)
-        self.saver.newest, self.resumed_from = self.global_step, folder
+        self.saver.newest = self.global_step
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what `write_state` wrote to trainer_state.pt."""

@@ -18,7 +18,7 @@ UNIT = re.compile(rf"({'|'.join(UNITS)})(es)?s? *(\^[0-9]+)?")
 POWERS = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
 FRACTION = re.compile(r"-?\d+/\d+")
 INTEGER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.0*)?")
-SCIENTIFIC = re.compile(r"-?\d+(\.\d+)?e\+?\d{1,2}")
+SCIENTIFIC = re.compile(r"-?\d+(\.\d+)?e[+-]?\d{1,2}")
 NUMBER = re.compile(r"[+-]?(\d[\d,]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 PRODUCT_OF_PI = re.compile(r"(-?)(\d*\.?\d*)\*?\\pi(?:/(\d+\.?\d*))?")
 TOLERANCE = 1e-4  # relative
@@ -117,8 +117,7 @@ def canonical(text: str) -> str:
     text = re.sub(r"(?<!\\)\bpi\b", r"\\pi", text)
     text = re.sub(r"(\d) +(\d)", r"\1+\2", re.sub(r"- *", "-", text))
     text = text.replace(" ", "").removesuffix(".").lower()
-    if SCIENTIFIC.fullmatch(text) and Fraction(text).denominator == 1:
-        return str(Fraction(text))
+    text = str(Fraction(text)) if SCIENTIFIC.fullmatch(text) else text
     return str(int(text.replace(",", "").split(".")[0])) if INTEGER.fullmatch(text) else text
 
 

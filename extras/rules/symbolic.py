@@ -11,7 +11,6 @@ import signal
 import subprocess
 import threading
 from importlib.util import find_spec
-from typing import Any
 
 from data.concurrency import run_in_background
 from extras.processes.child import Channel, Child, ProcessEnded
@@ -71,31 +70,23 @@ def serve(channel: Channel) -> None:
         channel.write(number, json.dumps(equal).encode())
 
 
-def are_near(answer: list, truth: list) -> bool:
+def are_near(*readings: list) -> bool:
     """Says whether the numbers of two readings that math-verify takes for equal are: it compares six decimals, by which
     1e-19 is 1e-34, and 0."""
-    numbers, targets = numbers_in(answer[0]), numbers_in(truth[0])
-    return len(numbers) != len(targets) or all(map(is_near, numbers, targets))
-
-
-def numbers_in(value: Any) -> list[Any]:
-    """Lists the real numbers among the elements of a tuple, an interval or a set, or the number itself, in order."""
-    from sympy import Expr, FiniteSet, Interval, Tuple
-
-    parts = value.args if isinstance(value, Tuple | Interval | FiniteSet) else [value]
-    numbers = [part for part in parts if isinstance(part, Expr) and part.is_number and part.is_real]
-    return sorted(numbers, key=lambda number: number.evalf())
-
-
-def is_near(number: Any, target: Any) -> bool:
-    """Says whether two numbers of sympy are the same but for a millionth."""
+    from sympy import Expr, FiniteSet, Interval, N, Tuple
     from sympy.core.evalf import PrecisionExhausted
 
-    try:
-        gap, *sizes = (abs(value.evalf(30, strict=True)) for value in (number - target, number, target))
-    except PrecisionExhausted:  # of what is 0
-        return True
-    return bool(gap <= TOLERANCE * max(sizes))
+    parts = [value.args if isinstance(value, Tuple | Interval | FiniteSet) else [value] for value, *_ in readings]
+    numbers = [[part for part in some if isinstance(part, Expr) and part.is_number and part.is_real] for some in parts]
+    pairs = zip(*(sorted(some, key=N) for some in numbers), strict=False)
+    for pair in pairs if len(numbers[0]) == len(numbers[1]) else ():
+        try:
+            gap, *sizes = (abs(value.evalf(30, strict=True)) for value in (pair[0] - pair[1], *pair))
+        except PrecisionExhausted:  # of what is 0
+            continue
+        if gap > TOLERANCE * max(sizes):
+            return False
+    return True
 
 
 algebra = Child(serve, first_request, output=subprocess.DEVNULL)

@@ -18,15 +18,14 @@ from configs.paths import find_path
 from data.rows import SAVED_TO_DISK, Found, Origin, read_csv, without_nulls
 
 KINDS = {".jsonl.gz": "json", ".json.gz": "json", ".arrow": "arrow"}  # by the ending
-SEPARATORS = {".csv.gz": ",", ".tsv": "\t"}
 ANSWER_FORMAT = "Give the final answer between <answer> and </answer>."
 
 
 def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:
     """Reads the rows of a data set of the Hugging Face hub, of a folder or a file; of its split `split` (train)."""
     settings, folder = {"split": "train"} | settings, find_path(name)
-    if separator := next((mark for ending, mark in SEPARATORS.items() if name.endswith(ending)), ""):
-        return iter(read_separate(folder, source, separator))
+    if name.endswith((".csv.gz", ".tsv")):
+        return iter(read_separate(folder, source))
     datasets = optional_package("datasets", source)
     try:
         if any((folder / file).is_file() for file in SAVED_TO_DISK):
@@ -45,11 +44,11 @@ def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[
     return ((Origin(source, number), without_nulls(dict(row))) for number, row in enumerate(dataset))
 
 
-def read_separate(path: Path, source: str, separator: str) -> list[Found]:
+def read_separate(path: Path, source: str) -> list[Found]:
     """Reads the rows of a file of texts, whose numbers stay texts: `datasets` would make 7 of 007, and null of NA."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
-            return [*read_csv(str(path), file.read(), separator)]
+            return [*read_csv(str(path), file.read(), "\t" if path.suffix == ".tsv" else ",")]
     except (OSError, EOFError, ValueError, csv.Error) as error:
         raise ValueError(f"{source} cannot be read: {error}") from error
 

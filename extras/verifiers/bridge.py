@@ -24,14 +24,12 @@ def package() -> ModuleType:
     """Raises ValueError, with the command that installs it, where verifiers is missing, or has other environments."""
     try:
         import verifiers
-        from verifiers import load_environment  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ValueError(f"it needs the package verifiers: pip install 'verifiers<0.4' ({error})") from None
+        from verifiers import load_environment  # noqa: F401  (0.4 has other environments)
     except ImportError as error:
         raise ValueError(
-            f"verifiers {verifiers.__version__} lacks load_environment: from 0.4 on a harness plays tasks in a runtime, "
-            "without data sets and rubrics. Install 'verifiers<0.4', and the environment in a version for it."
-        ) from error
+            "it needs the package verifiers before 0.4, from which on a harness plays tasks in a runtime, without data "
+            f"sets and rubrics: pip install 'verifiers<0.4' ({error})"
+        ) from None
     return verifiers
 
 
