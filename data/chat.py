@@ -32,6 +32,7 @@ THOUGHTFUL = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
 WRITTEN_OUT = re.compile(r"""\[\{\s*['"](role|content)['"]\s*:""")  # a list of messages, as str or json.dumps writes it
 MARK = re.compile(r"(text|parts|calls)-0417-(\d+)-\d+-")  # stands for what a message of this number says
 THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
+ASKS_FOR_NONE = re.compile(r"content\W{0,3} (?:is|==) none", re.IGNORECASE)  # in templates, as DeepSeek's
 BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode keeps it out of all texts
 
 
@@ -58,8 +59,9 @@ def parse_prompt(value: Any) -> Prompt:
 def clean_messages(
     messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase | None = None, write_call: WriteCall = None
 ) -> list[Message]:
-    """Returns messages as templates take them: without the nulls that parquet adds, contents beside calls, arguments as
-    values. Given a tokenizer without images, contents in parts are texts; `write_call` puts calls into contents."""
+    """Returns messages as templates take them: without the nulls that parquet adds, arguments as values, and calls
+    beside an empty content, or None if the template asks for that. Given a tokenizer without images, contents in parts
+    are texts; `write_call` puts calls into contents."""
     joins, cleaned = tokenizer is not None and vars(tokenizer).get("images") is None, []
     for message in messages:
         message = {key: item for key, item in message.items() if item is not None}
@@ -73,6 +75,8 @@ def clean_messages(
                 message["content"] = "\n".join(filter(None, (message["content"], *texts)))
             else:
                 message["tool_calls"] = calls
+                if not message["content"] and tokenizer and ASKS_FOR_NONE.search(str(tokenizer.chat_template)):
+                    message["content"] = None
         cleaned.append(message)
     return cleaned
 

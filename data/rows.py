@@ -311,13 +311,13 @@ def as_found(origin: Origin, value: Any) -> Found:
     return origin, BadRow(origin, f"{place} is {reprlib.repr(value)}; a row must be a JSON object.")
 
 
-def read_csv(file: str, text: str) -> Iterator[Found]:
+def read_csv(file: str, text: str, separator: str = ",") -> Iterator[Found]:
     """Reads rows under the names of the first line. An empty cell is None, a JSON list of messages becomes one."""
     csv.field_size_limit(LONGEST_CELL)
-    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     names = next(lines, [])
     if len({*names}) < len(names) or not all(names):
-        raise ValueError(f"its first line is {names}; it must name each column, once, between commas")
+        raise ValueError(f"its first line is {names}; it must name each column, once, between {separator!r}")
     for number, cells in enumerate(filter(None, lines)):
         origin = Origin(file, number, lines.line_num)
         if len(cells) != len(names):

@@ -148,7 +148,8 @@ class PromptLoader:
     """Gives batches of prompts, endlessly by `next_batch()`, or one epoch by iteration.
 
     `epoch` is that of the last batch, `index` the number of its rows handed out. `make_row` completes what the dataset
-    returns for a position, which is the column dataset_position. Positions `left_out` are passed over.
+    returns for a position, which is the column dataset_position. Positions `left_out` are passed over. `length_key` is
+    the setting that drops long rows.
 
     Raises:
         ValueError: an epoch has no full batch and `drop_last` drops the rest.
@@ -163,9 +164,10 @@ class PromptLoader:
         make_row: Callable[[Row, int], Row] = lambda row, position: row,
         drop_last: bool = True,
         left_out: Collection[int] = frozenset(),
+        length_key: str = "data.max_prompt_length",
     ) -> None:
         self.dataset, self.sampler, self.make_row, self.left_out = dataset, sampler, make_row, left_out
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self.batch_size, self.drop_last, self.length_key = batch_size, drop_last, length_key
         self.epoch = self.index = 0
         self.num_rows = len(dataset)  # as the epoch began
         if len(self) == 0:
@@ -243,7 +245,7 @@ class PromptLoader:
 
     def _no_batch(self) -> ValueError:
         rows = epoch_rows(self.dataset, self.sampler, self.left_out)
-        remedy = "Lower it, or give more rows (data.max_prompt_length may drop too many)"
+        remedy = f"Lower it, or give more rows ({self.length_key} may drop too many)"
         return ValueError(
             f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {rows} rows. {remedy}."
         )

@@ -86,6 +86,14 @@ FAMILIES = {
         "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}",
         "</s>",
     ),
+    "DeepSeek-V3": (
+        "{% if m.role == 'user' %}<|user|>{{ m.content }}{% elif m.role == 'assistant' and m['content'] is none %}"
+        "<|assistant|>{% for c in m.tool_calls %}<|tool|>{{ c.function.name }}\n{{ c.function.arguments | tojson }}"
+        "{% endfor %}</s>{% elif m.role == 'assistant' %}<|assistant|>{{ m.content.split('</think>')[-1] }}</s>"
+        "{% elif m.role == 'tool' %}<|tool|>{{ m.content }}<|end|>{% else %}{{ m.content }}{% endif %}",
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "</s>",
+    ),
     "SmolLM2": (f"{OPENS}{{{{ m.content + '<|im_end|>\n' }}}}", CHATML, "<|im_end|>"),
     "Zephyr": (
         "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|' + m.role + '|>\n' + m.content + '</s>' }}\n"
@@ -200,6 +208,7 @@ REFUSED = {
     "Phi-3": {*WITH_CALLS, *RESULTS, *ODD},
     "Phi-4": {*WITH_CALLS, *RESULTS, *ODD},
     "DeepSeek-R1": {"answer before a thought", "second system", *ODD},
+    "DeepSeek-V3": {"answer before a thought", *BESIDE},
     "SmolLM2": WITH_CALLS,
     "Zephyr": {*WITH_CALLS, *RESULTS, *ODD},
     "Granite 3": set(),

@@ -185,6 +185,22 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps(settings, tmp_path, 
     assert state_files(tmp_path / "twice", 3) == state_files(tmp_path / "once", 3)
 
 
+@pytest.mark.parametrize("mode", ["resume_path", "disable"])
+def test_a_branch_that_saved_nothing_leaves_no_steps_in_the_record_of_the_next_start(
+    settings, unbroken, tmp_path, mode
+):
+    shutil.copytree(unbroken("grpo"), tmp_path, dirs_exist_ok=True)
+    back = [f"trainer.resume_mode={mode}"]
+    back += [f"trainer.resume_from_path={tmp_path}/global_step_2"] if mode == "resume_path" else []
+    branch = ["trainer.total_training_steps=4", "trainer.save_freq=-1", "actor_rollout_ref.actor.optim.lr=5e-4"]
+    main.run(compose(*settings(tmp_path, "grpo", *back, "trainer.val_only=true")))  # writes nothing
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5"
+    main.run(compose(*settings(tmp_path, "grpo", *back, *branch)))
+    assert learning_metrics(tmp_path)[4] != learning_metrics(unbroken())[4]
+    main.run(compose(*settings(tmp_path)))
+    assert learning_metrics(tmp_path) == learning_metrics(unbroken())
+
+
 def test_what_the_config_says_now_wins_over_the_checkpoint(settings, unbroken, tmp_path, monkeypatch):
     groups, update = [], TrainEngine.update
     monkeypatch.setattr(

@@ -504,7 +504,7 @@ ONE_BAD = [
     ({"reward_tensor": torch.tensor([1.0, NAN, 1.0])}, f"it returned nan: {FINITE}"),
     ([{"score": 1.0}, {"score": "high"}, {"score": 1.0}], f"it returned 'high': {NUMBER}"),
     ([{"score": 1.0}, {"acc": 1.0}, {"score": 1.0}], "it returned a dict of ['acc']: a dict needs 'score'"),
-    ([{"score": 1.0}, {"score": 0, "acc": 1}, 1.0], "a dict of ['acc', 'score']: most dicts have ['score']"),
+    ([{"score": 1.0, "acc": 1}, {"score": 0, "ac": 1}, {"score": 1.0, "acc": 1}], "['ac', 'score']: most dicts have"),
 ]  # fmt: skip
 
 
@@ -528,6 +528,10 @@ def test_a_number_beside_dicts_is_a_score_that_says_nothing_more():
     batch = add_scores(rollout("a", "b"), lambda data: [{"score": 1.0, "acc": 0.5, "pred": "a"}, 0.25], TOKENIZER)
     assert batch.token_level_scores.sum(1).tolist() == [1, 0.25] and [*batch.acc] == [0.5, None]
     assert reward_metrics(batch)["reward/acc/mean"] == 0.5
+    fewer = [{"score": 0.0}, {"score": 0.0, "pred": "b"}, {"score": 0.0}, {"score": 1.0, "acc": 0.5, "pred": "a"}]
+    less = add_scores(rollout(*"abcd"), lambda data: fewer, TOKENIZER)
+    assert {*less.reward_outcome} == {"ok"} and less.token_level_scores.sum(1).tolist() == [0, 0, 0, 1]
+    assert [*less.acc] == [None, None, None, 0.5] and [*less.pred] == [None, "b", None, "a"]
     numbers = add_scores(rollout("c"), lambda data: [0.75], TOKENIZER)
     batch.non_tensor_batch["notes"] = batch.acc  # as a tool keeps them in agent_data.extra_fields
     joined = concat_scored([batch, numbers])

@@ -126,6 +126,8 @@ def test_too_few_rows_for_a_batch_name_the_key_and_the_remedy():
     rows = Numbers(3)
     with pytest.raises(ValueError, match=r"data.train_batch_size=4 .* an epoch has 3 rows. Lower"):
         PromptLoader(rows, 4, make_sampler(rows))
+    with pytest.raises(ValueError, match=r"data.max_length may drop"):
+        PromptLoader(rows, 4, make_sampler(rows), length_key="data.max_length")
     with pytest.raises(ValueError, match="an epoch has 0 rows"):
         PromptLoader(Numbers(0), 4, make_sampler(Numbers(0)), drop_last=False)
 

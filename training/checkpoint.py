@@ -115,6 +115,20 @@ class Saver:
         self.unnamed, self.newest = None, step
         return {}
 
+    def go_on_from(self, checkpoint: Path | None) -> None:
+        """Makes `checkpoint`, or none, what a later start goes on from, until this run saves one: the steps of another
+        branch, which it gave up, would continue its record."""
+        latest = self.root / LATEST
+        if checkpoint is None or checkpoint.parent.resolve() != self.root.resolve():
+            latest.unlink(missing_ok=True)
+        elif not latest.exists() or f"global_step_{latest.read_text().strip()}" != checkpoint.name:
+            self._write_newest(checkpoint.name.rpartition("_")[2])
+
+    def _write_newest(self, step: int | str) -> None:
+        with replacing(self.root / LATEST) as file:
+            file.write(f"{step}".encode())
+        flush(self.root)
+
     def _name(self, step: int) -> None:
         """Gives a whole checkpoint its name, and removes the older ones that are not to stay."""
         final = self.root / f"global_step_{step}"
@@ -126,9 +140,7 @@ class Saver:
             final.rename(final.with_name(REPLACED + final.name))
         temporary.rename(final)
         flush(self.root)
-        with replacing(self.root / LATEST) as file:
-            file.write(str(step).encode())
-        flush(self.root)
+        self._write_newest(step)
         clear_leftovers(self.root)
         older = [number for number in saved_steps(self.root) if number <= step][: -self.keep if self.keep else 0]
         for old in {*older}.difference(self.kept_steps()):

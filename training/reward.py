@@ -236,9 +236,9 @@ def call_manager(manager: RewardManager, view: DataProto) -> Any:
 def read_results(returned: Any, shape: tuple[int, int], name: str) -> list[Result]:
     """Reads what the reward called `name` returned for B responses of R tokens, `shape`, as a result for each.
 
-    A row has no score with anything but a finite number (or R of them, in a tensor), or with a dict of other keys than
-    most. A number beside dicts is a score without further values. Raises ValueError if the whole is of a wrong number,
-    type or shape.
+    A row has no score with anything but a finite number (or R of them, in a tensor), or with a dict of keys that most
+    have not. A number beside dicts is a score without further values, and a dict may lack some. Raises ValueError if
+    the whole is of a wrong number, type or shape.
     """
     rows, columns = shape[0], {}
     if isinstance(returned, dict) and "reward_tensor" in returned:  # verl's managers
@@ -253,7 +253,7 @@ def read_results(returned: Any, shape: tuple[int, int], name: str) -> list[Resul
         raise ValueError(f"the reward {name} returned {what}: it must return {allowed}.")
     returned = returned.tolist() if is_array and size == [rows] else [*returned]
     kinds = Counter(frozenset(result) for result in returned if isinstance(result, dict) and "score" in result)
-    keys = max(kinds, key=kinds.__getitem__, default=frozenset(["score"]))
+    keys = max(kinds, key=lambda kind: sum(map(kind.issuperset, kinds.elements())), default=frozenset(["score"]))
     extra = [{key: values[row] for key, values in columns.items()} for row in range(rows)]
     return [read_result(*pair, keys, shape[1]) for pair in zip(returned, extra, strict=True)]
 
@@ -262,7 +262,7 @@ def read_result(result: Any, extra: Row, keys: frozenset[str], width: int) -> Re
     """Reads a row's result: its score, and further values beside `extra`; most dicts of the batch have `keys`."""
     if isinstance(result, NotScored):
         return result
-    if isinstance(result, dict) and result.keys() != keys:
+    if isinstance(result, dict) and not {"score"} <= result.keys() <= keys:
         rule = f"most dicts have {sorted(map(str, keys))}" if "score" in result else "a dict needs 'score'"
         return NotScored("error", f"it returned a dict of {sorted(map(str, result))}: {rule}")
     fields = result if isinstance(result, dict) else {"score": result}

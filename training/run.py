@@ -120,6 +120,7 @@ class Run:
         clear_leftovers(self.folder)
         with self.observers:
             self.resume()
+            self.saver.go_on_from(checkpoint_to_resume(self.config))
             with indispensable(self.folder):
                 if self.global_step >= self.total_steps:
                     print(nothing_left(self.global_step, self.total_steps, self.validation))

@@ -7,6 +7,8 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
+from itertools import chain, starmap
+from textwrap import dedent
 from typing import Any
 
 from extras.sandbox.child import COMPILE_ERROR
@@ -23,6 +25,12 @@ MOST_COMPARED = 1 << 20  # characters, beyond which outputs are equal if they ar
 INTEGER = re.compile(r"[+-]?\d+")
 FENCE = "```"
 
+# What verl's judge puts before every program: whatever is copied from a site with tasks leans on such names.
+MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+           "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
+STARS = "; ".join(f"from {name} import *" for name in (*MODULES, "builtins", "typing"))
+PRELUDE = f"{STARS}; import {', '.join(MODULES)}; sys.setrecursionlimit(6 * 10**5)"
+
 
 @dataclass(frozen=True)
 class TestCases:
@@ -38,6 +46,11 @@ class TestCases:
     outputs: list[Any]
     function: str | None = None
     asserts: tuple[str, ...] = ()
+
+    @property
+    def prelude(self) -> str:
+        """What runs before the program: imports, but not of the function that it is to define."""
+        return f"{PRELUDE}; globals().pop({self.function!r}, None)"
 
     def stdin_of(self, index: int) -> str:
         value = self.inputs[index]
@@ -69,7 +82,7 @@ def compute_score(
     code = completion if block is None else block
     try:
         cases = parse_test_cases(test_cases)
-        program = calling(code, cases.function, always_json=True) if cases.function else code
+        program = program_of(code, cases.function, always_json=True)
     except ValueError:
         return False, None
     results: list[dict[str, Any]] = []
@@ -95,10 +108,10 @@ def run_case(
 
     It ends at `end`, of time.monotonic(); `limits` are run_python's others."""
     secret, left = secrets.token_hex(16), max(0.0, end - time.monotonic())
-    stdin, then = cases.stdin_of(index), cases.checks_of(index, secret)
+    stdin, checks = cases.stdin_of(index), cases.checks_of(index, secret)
     limits |= {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "files_mb": FILES_MB}
-    done = run_python(program, stdin, then=then, **limits)
-    output = without_secret(done.output, secret) if then else done.output
+    done = run_python(cases.prelude, stdin, then=(program, *checks), **limits)
+    output = without_secret(done.output, secret) if checks else done.output
     result = judge(done.status, output, cases.outputs[index], by_value=cases.function is not None)
     error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]
     return {"case": index, "result": result, "output": done.output[:MOST_SHOWN], "error": error}
@@ -139,34 +152,33 @@ def same_value(output: str, expected: Any) -> bool:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Compares texts without empty lines and outer spaces; or as numbers, unless all are integers; or, line by line, as
-    sets of words, so that order and repetition within a line do not count. Long texts: without outer spaces only."""
+    """Compares the words of each line, without empty lines; if one of the expected is no integer, numbers as numbers.
+    Long texts: without outer spaces only."""
     if output.strip() == expected.strip():
         return True
     if max(len(output), len(expected)) > MOST_COMPARED:
         return False
-    lines, expected = lines_of(output), lines_of(expected)
-    if lines == expected:
-        return True
-    if not all(INTEGER.fullmatch(word) for line in expected for word in line.split()) and same_numbers(lines, expected):
-        return True
-    return {frozenset(line.split()) for line in lines} == {frozenset(line.split()) for line in expected}
-
-
-def lines_of(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def same_numbers(output: list[str], expected: list[str]) -> bool:
-    """Returns whether both have as many numbers in each line, and all are within 1e-5 of the expected ones."""
-    if [len(line.split()) for line in output] != [len(line.split()) for line in expected]:
+    lines, expected_lines = words_of_lines(output), words_of_lines(expected)
+    if [*map(len, lines)] != [*map(len, expected_lines)]:
         return False
+    pairs = [*zip(chain(*lines), chain(*expected_lines), strict=True)]
+    if all(INTEGER.fullmatch(word) for _, word in pairs):
+        return lines == expected_lines
+    return all(starmap(same_number, pairs))
+
+
+def words_of_lines(text: str) -> list[list[str]]:
+    return [words for line in text.splitlines() if (words := line.split())]
+
+
+def same_number(word: str, expected: str) -> bool:
+    """Says whether two words are the same, or numbers within 1e-5 of which one at least is no integer."""
+    if word == expected or (INTEGER.fullmatch(word) and INTEGER.fullmatch(expected)):
+        return word == expected
     try:
-        columns = ([float(word) for line in lines for word in line.split()] for lines in (output, expected))
-        pairs = [*zip(*columns, strict=True)]
+        return math.isclose(float(word), float(expected), rel_tol=1e-5, abs_tol=1e-8)
     except ValueError:
         return False
-    return all(math.isfinite(a) and abs(a - b) <= 1e-8 + 1e-5 * abs(b) for a, b in pairs)
 
 
 def parse_test_cases(value: str | dict[str, Any]) -> TestCases:
@@ -217,8 +229,12 @@ print(_json.dumps(_result) if _is_json else _result)
 """
 
 
-def calling(code: str, function: str, always_json: bool) -> str:
-    """Appends a call of `function` to `code` that prints the result: as JSON, or a number or text as it is."""
+def program_of(code: str, function: str | None, always_json: bool) -> str:
+    """Returns `code`, without the indent of a fence in a list, and with a call of `function`, if there is one, that
+    prints the result: as JSON, or a number or text as it is."""
+    code = dedent(code) if code.lstrip("\r\n")[:1] in (" ", "\t") else code
+    if not function:
+        return code
     if not str(function).isidentifier():
         raise ValueError(f"fn_name {function!r} of the test cases is no name of a function.")
     return code + CALL.format(name=function, always=always_json)

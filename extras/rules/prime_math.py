@@ -2,6 +2,8 @@ r"""PRIME's rule for competition mathematics: an answer found in prose, compared
 
 import math
 import re
+from fractions import Fraction
+from itertools import chain
 
 from extras.rules.math_reward import as_text, last_boxed
 from extras.rules.math_reward import normalise as normalise_latex
@@ -16,9 +18,11 @@ UNIT = re.compile(rf"({'|'.join(UNITS)})(es)?s? *(\^[0-9]+)?")
 POWERS = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
 FRACTION = re.compile(r"-?\d+/\d+")
 INTEGER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.0*)?")
+SCIENTIFIC = re.compile(r"-?\d+(\.\d+)?e[+-]?\d{1,2}")
 NUMBER = re.compile(r"[+-]?(\d[\d,]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 PRODUCT_OF_PI = re.compile(r"(-?)(\d*\.?\d*)\*?\\pi(?:/(\d+\.?\d*))?")
 TOLERANCE = 1e-4  # relative
+SCALES = (0.01, 1, 100)  # of an answer, which may be meant in percent
 MATRIX = re.compile(r"\\begin\{[bp]?matrix\}(.*)\\end\{[bp]?matrix\}", re.DOTALL)
 
 
@@ -98,10 +102,12 @@ def unwrap(text: str) -> str:
 
 def canonical(text: str) -> str:
     """Spells in a second way: no units, percent or dollars; powers of ten for millions; 1+1/2 for 1 1/2."""
-    text = unwrap(text)
+    text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}", r"\1", unwrap(text))
+    text = re.sub(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})", ",", text)
+    text = re.sub(r"(?<!\\)\\[ ,]|~", " ", text)
     for old, new in (("\\%", ""), ("%", ""), ("\\$", ""), ("$", ""), (" or ", " , "), (" and ", " , "), *POWERS.items(),
                      ("dfrac", "frac"), ("tfrac", "frac"), (",\\!", ""), ("\\circ", ""), ("\\left", ""),
-                     ("\\right", "")):  # fmt: skip
+                     ("\\right", ""), ("−", "-")):  # fmt: skip
         text = text.replace(old, new)
     text = UNIT.sub("", text).removesuffix("^").strip()
     if text.startswith("{") and text.endswith("}"):
@@ -111,6 +117,7 @@ def canonical(text: str) -> str:
     text = re.sub(r"(?<!\\)\bpi\b", r"\\pi", text)
     text = re.sub(r"(\d) +(\d)", r"\1+\2", re.sub(r"- *", "-", text))
     text = text.replace(" ", "").removesuffix(".").lower()
+    text = str(Fraction(text)) if SCIENTIFIC.fullmatch(text) else text
     return str(int(text.replace(",", "").split(".")[0])) if INTEGER.fullmatch(text) else text
 
 
@@ -121,23 +128,27 @@ def parts(text: str) -> list[str]:
     return inside.split(",") if bracketed else [text]
 
 
-def equal_as_number(answer: str, truth: str, pi: float) -> bool:
+def equal_as_number(answer: str, truth: str, pi: float, scales: tuple[float, ...] = SCALES) -> bool:
     """Grades B: equal letters, a number within 0.01 % of the reference or of a hundredth or a hundred times it, or both
-    element by element."""
+    element by element; a matrix has the reference's shape, and no percent."""
     answer, truth = without_signs(answer), without_signs(truth)
     if answer.lower() == truth.lower():
         return True
     value, target = number(answer, pi), number(truth, pi)
     if value is not None and target is not None:
-        return any(math.isclose(value, target * scale, rel_tol=TOLERANCE) for scale in (0.01, 1, 100))
+        return any(math.isclose(value, target * scale, rel_tol=TOLERANCE) for scale in scales)
     if not answer or not truth:
         return False
     if {answer[0], truth[0]} == {"(", "["} or {answer[-1], truth[-1]} == {")", "]"}:
         return False  # an interval's end is in it or not
     if re.sub(r"[\[\](){}\s]", "", answer).lower() == re.sub(r"[\[\](){}\s]", "", truth).lower():
         return True
-    answer, truth = elements(answer), elements(truth)
-    return len(answer) == len(truth) > 1 and all(equal_as_number(*pair, pi) for pair in zip(answer, truth, strict=True))
+    scales = (1,) if MATRIX.fullmatch(truth) else scales
+    rows, truth_rows = elements(answer), elements(truth)
+    if [*map(len, rows)] != [*map(len, truth_rows)]:
+        return False
+    pairs = [*zip(chain(*rows), chain(*truth_rows), strict=True)]
+    return len(pairs) > 1 and all(equal_as_number(*pair, pi, scales) for pair in pairs)
 
 
 def without_signs(text: str) -> str:
@@ -158,10 +169,8 @@ def number(text: str, pi: float) -> float | None:
     return float(f"{product[1]}{product[2] or 1}") * pi / divisor if divisor else None
 
 
-def elements(text: str) -> list[str]:
-    """Returns the elements of a matrix, a list, a point or a tuple; anything else is its own element."""
+def elements(text: str) -> list[list[str]]:
+    """Returns the elements of a matrix row by row, of a list, a point or a tuple as one row; else the text itself."""
     if matrix := MATRIX.fullmatch(text):
-        return [cell for row in matrix[1].split("\\\\") for cell in row.split("&")]
-    if text[0] in "([" and text[-1] in ")]":
-        return text[1:-1].split(",")
-    return [text]
+        return [row.split("&") for row in matrix[1].split("\\\\")]
+    return [text[1:-1].split(",") if text[0] in "([" and text[-1] in ")]" else [text]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import ConfigError
-from extras.rules.prime_code import TestCases, calling, first_block, parse_test_cases, python_block, without_secret
+from extras.rules.prime_code import TestCases, first_block, parse_test_cases, program_of, python_block, without_secret
 
 FIRST = 10  # cases that count with `continuous`
 SERVER_ERROR, RUN_ERROR, TOO_SLOW, NO_PROGRAM = -1, -2, -3, -4
@@ -41,7 +41,7 @@ def compute_score(
     code = first_block(completion) if block is None else block
     try:
         cases = parse_test_cases(test_cases)
-        program = calling(code or "", cases.function, always_json=False) if cases.function else code
+        program = program_of(code or "", cases.function, always_json=False)
     except ValueError as error:
         return 0.0, [{"error": f"{error}"}]
     if code is None:
@@ -82,9 +82,10 @@ class Server:
         """Returns {case, answer, result: True, False, -1 (server), -2 (an error), -3 (too slow), -4 (no program)}."""
         secret = secrets.token_hex(16)
         checks = cases.checks_of(index, secret)
+        apart = f"exec(compile({program!r}, '<code>', 'exec'))"  # its lines keep their numbers, and __future__ is first
         try:
             with self.semaphore:
-                answer = self.post("\n\n".join((program, *checks)), cases.stdin_of(index))
+                answer = self.post("\n\n".join((cases.prelude, apart, *checks)), cases.stdin_of(index))
         except ValueError as error:  # RequestRefused
             if error.status not in REFUSED_PROGRAM:
                 raise

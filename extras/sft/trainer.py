@@ -135,7 +135,8 @@ def prepare(config: SFTConfig) -> SFTParts:
     end_id = answer_end(tokenizer)
     rows = create_sft_dataset(data.train_files, tokenizer, data, end_id, data.train_max_samples)
     sampler = RandomSampler(rows, data, derive_seed(config.trainer.seed, "data"))
-    train_loader, val_loader = PromptLoader(rows, fitting_batch_size(data, len(rows)), sampler), None
+    batch_size, val_loader = fitting_batch_size(data, len(rows)), None
+    train_loader = PromptLoader(rows, batch_size, sampler, length_key="data.max_length")
     if data.val_files:
         held_out = create_sft_dataset(data.val_files, tokenizer, data, end_id, data.val_max_samples)
         report_overlap(rows.prompt_ids(), held_out.prompt_ids(), tokenizer)

@@ -26,7 +26,10 @@ def package() -> ModuleType:
         import verifiers
         from verifiers import load_environment  # noqa: F401  (0.4 has other environments)
     except ImportError as error:
-        raise ValueError(f"it needs the package verifiers: pip install 'verifiers<0.4' ({error})") from None
+        raise ValueError(
+            "it needs the package verifiers before 0.4, from which on a harness plays tasks in a runtime, without data "
+            f"sets and rubrics: pip install 'verifiers<0.4' ({error})"
+        ) from None
     return verifiers
 
 

@@ -204,11 +204,12 @@ GEOMETRY_ALGEBRA = [
 
 OUTPUTS = [  # (what a program wrote, what was expected, whether it counts) of prime_code
     ("5", "5", True), ("5\n", "5", True), ("  5  ", "5\n", True), ("6", "5", False), ("", "5", False), ("", "", True),
-    ("1\n2", "1\n2\n", True), ("1\n\n2", "1\n2", True), ("1\n2", "2\n1", True),  # trap: lines are a set
-    ("1 2", "2 1", True),  # trap: and so are the words of a line
-    ("1 1 2", "1 2", True), ("1 2", "1\n2", False), ("12", "1 2", False), ("1  2", "1 2", True),
+    ("1\n2", "1\n2\n", True), ("1\n\n2", "1\n2", True), ("1\n2", "2\n1", False),
+    ("1 2", "2 1", False), ("1 1 2", "1 2", False), ("1 2", "1\n2", False), ("12", "1 2", False), ("1  2", "1 2", True),
+    ("YES\nNO", "YES\nNO\nNO\nYES", False), ("5", "inf", False), ("Case 1: 0.3333333", "Case 1: 0.3333334", True),
+    ("123456789012 1.0", "123456789999 1.0", False), ("3.0 0.5", "3 0.5", True), ("2 0.5", "1 0.5", False),
     ("0.5", ".5", True), ("0.500001", "0.5", True), ("0.51", "0.5", False), ("1.0", "1", False),
-    ("1", "1.0", True), ("1e0", "1.0", True), ("nan", "0.5", False), ("0.5 x", "0.5", False), ("0.5 0.5", "0.5", True),
+    ("1", "1.0", True), ("1e0", "1.0", True), ("nan", "0.5", False), ("0.5 x", "0.5", False), ("0.5 0.5", "0.5", False),
     ("YES", "yes", False), ("yes", "yes", True), ("0.30000000000000004", "0.3", True), ("5\nextra", "5", False),
     ("2.0 3", "2 3", False), ("1000000", "1000001", False), ("1000000.0", "1000001.0", True),
 ]  # fmt: skip
@@ -232,6 +233,9 @@ BLOCKS = [  # (response, the last python block, the first block)
 SQUARE = "```python\nprint(int(input()) ** 2)\n```"
 METHOD = "```python\nclass Solution:\n    def double(self, x):\n        return [x, x]\n```"
 ADD = "```python\ndef add(a, b): return a + b\n```"
+IMPORTED = "```python\nclass Solution:\n  def f(self, a: List[int]): return math.gcd(*a)\n```"  # by verl's judge
+FUTURE = "```python\nfrom __future__ import annotations\nd = defaultdict(int)\nprint(d[input()])\n```"
+DEEP = "```python\ndef f(n): return n and 1 + f(n - 1)\nprint(f(int(input())))\n```"
 CODE = [  # (response, test cases, score): programs that are run
     (SQUARE, {"inputs": ["2", "3"], "outputs": ["4", "9"]}, 1),
     (SQUARE, {"inputs": ["2", "3"], "outputs": ["4", "8"]}, 0.5),
@@ -243,6 +247,11 @@ CODE = [  # (response, test cases, score): programs that are run
     (ADD, {"inputs": ["1\n2", "1\n1"], "outputs": ["3", "3"], "fn_name": "add"}, 0.5),
     ("```python\ndef add(a, b): return (a, b)\n```", {"inputs": ["1\n2"], "outputs": ["[1, 2]"], "fn_name": "add"}, 1),
     (ADD, {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]}, 0.5),
+    (IMPORTED, {"inputs": ["[4, 6]"], "outputs": ["2"], "fn_name": "f"}, 1),
+    ("```python\nx = 1\n```", {"inputs": ["4\n6"], "outputs": ["2"], "fn_name": "gcd"}, 0),  # in verl 1: math has one
+    (FUTURE, {"inputs": ["a"], "outputs": ["0"]}, 1),  # in verl 0
+    (DEEP, {"inputs": ["9999"], "outputs": ["9999"]}, 1),
+    ("1. So:\n   ```python\n   if 1:\n     print(2)\n   ```", {"inputs": [""], "outputs": ["2"]}, 1),
     (SQUARE, "no JSON", 0),
     (SQUARE, {"inputs": ["2"]}, 0),
     (SQUARE, {"inputs": [], "outputs": []}, 0),

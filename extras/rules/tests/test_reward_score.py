@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import takewhile
 from types import SimpleNamespace
 from unittest.mock import ANY
 
@@ -13,6 +14,7 @@ import pytest
 
 from configs import errors
 from configs.errors import ConfigError
+from configs.paths import ROOT
 from configs.schema import RewardConfig
 from data.protocol import DataProto
 from extras.http import http
@@ -102,6 +104,31 @@ def test_formulas_by_algebra(case):
     check_formula(case)
 
 
+def pairs() -> list[tuple[str, ...]]:
+    """The table of docs/reward_rules.md: (rule, answer, truth, verdicts of a person, of ours and of verl 0.9.1)."""
+    lines = (ROOT / "docs/reward_rules.md").read_text().partition("| rule | answer |")[2].splitlines()[2:]
+    rows = takewhile(lambda line: line.startswith("|"), lines)
+    return [tuple(cell.strip().strip("`") for cell in row.strip("|").split("|")) for row in rows]
+
+
+@by_algebra
+@table(pairs())
+def test_pairs_of_answer_and_truth_are_paid_as_the_page_says(case):
+    rule, answer, truth, _, ours, _ = case
+    results = {
+        "prime_math": lambda: prime_math.compute_score(rf"The answer is \boxed{{{answer}}}", truth)[0],
+        "geo3k": lambda: geo3k.compute_score(rf"\boxed{{{answer}}}", truth, format_score=0.0),
+        "math_reward": lambda: math_reward.compute_score(rf"\boxed{{{answer}}}", truth),
+        "math_dapo": lambda: math_dapo.compute_score(f"Answer: {answer}", truth)["acc"],
+    }
+    assert float(results[rule]()) == float(ours)
+
+
+def test_the_page_has_forty_pairs_and_ours_is_wrong_only_where_verl_is():
+    assert len(pairs()) >= 40
+    assert all(ours in (person, verl) for *_, person, ours, verl in pairs())
+
+
 def test_prime_math_says_what_it_read_and_whether_it_was_announced():
     assert prime_math.compute_score("so the answer is 12. Done", "12") == (True, True, "12")
     assert prime_math.compute_score("so the answer is 13", "north") == (False, True, "13")
@@ -146,7 +173,7 @@ def test_prime_code_without_shares_stops_at_the_first_failure_and_says_what_happ
     response = "```python\nprint(1 / int(input()))\n```"
     right, results = prime_code.compute_score(response, {"inputs": ["1", "0", "1"], "outputs": ["1.0", "", "1.0"]})
     assert right is False and [result["result"] for result in results] == [True, -1]
-    assert "ZeroDivisionError" in results[1]["error"]
+    assert re.search(r"line 2, in <module>\nZeroDivisionError", results[1]["error"])
     assert prime_code.compute_score("```python\n(\n```", {"inputs": [""], "outputs": [""]})[1][0]["result"] == -2
     assert prime_code.compute_score("pass", {"inputs": [], "outputs": []}) == (False, [])
 
@@ -207,7 +234,7 @@ DONE = Finished(0, "5\n", "")
 
 
 def test_a_flood_of_output_is_compared_as_a_text_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prime_code, "lines_of", None)
+    monkeypatch.setattr(prime_code, "words_of_lines", None)
     flood = "1\n" * 2_000_000
     assert not prime_code.same_output(flood, "1") and prime_code.same_output(flood, flood + "\n")
 
@@ -326,8 +353,9 @@ def test_code_is_run_on_a_sandbox_fusion_server_where_there_is_a_url():
         assert default_compute_score("apps", cases.SQUARE, test_cases, **limits) == 0.5
         assert default_compute_score("apps", "no code", test_cases, **limits) == 0.0
     assert sorted(request.pop("stdin") for request in asked) == ["2", "3"]
+    assert sandbox.run_python(asked[0].pop("code"), "3").output == "9\n"
     assert asked[0] == {
-        **{"compile_timeout": 10, "run_timeout": 10, "code": "\nprint(int(input()) ** 2)\n", "memory_limit_MB": 128},
+        **{"compile_timeout": 10, "run_timeout": 10, "memory_limit_MB": 128},
         **{"language": "python", "files": {}, "fetch_files": []},
     }
 
@@ -396,10 +424,11 @@ def rows(*sources: str) -> dict[int, dict[str, str]]:
 def test_a_function_is_called_by_lines_of_json():
     with fusion_server((200, OK)) as (url, asked):
         test_cases = {"inputs": ["2"], "outputs": ["4"], "fn_name": "square"}
-        response = "```python\ndef square(x): return x * x\n```"
+        response = "```python\nfrom __future__ import annotations\ndef square(x: Optional[int]): return x * x\n```"
         assert sandbox_fusion.compute_score(url, None, None, response, test_cases)[0] == 1.0
     [request] = asked
-    assert request["stdin"] == "2" and "else square\n" in request["code"]
+    assert request["stdin"] == "2" and sandbox.run_python(request["code"], "2").output == "4\n"
+    assert "line 3" in sandbox.run_python(request["code"], '"a"').errors  # of the block, whose first line is empty
 
 
 def test_without_any_reward_the_rules_of_public_data_sets_score():

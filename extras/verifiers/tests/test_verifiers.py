@@ -1,7 +1,9 @@
 """Environments of the package verifiers, where it is installed: scored by their rubrics, or played by themselves."""
 
 import signal
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -59,6 +61,12 @@ def test_the_id_stands_for_rows_and_a_rubric_or_for_a_program(toy):
         compose("env.id='verifiers:toy-env?turns=1'", name="ppo_trainer")
     with pytest.raises(ConfigError, match=r"arguments are part of the name, env\.id=verifiers:toy-env\?KEY=VALUE"):
         compose("env.kwargs.count=3", f"env.id={toy}", name="ppo_trainer")
+
+
+def test_a_version_with_other_environments_is_refused_with_what_changed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))  # as 0.4, whose package has no such names
+    with pytest.raises(ConfigError, match=r"before 0\.4, .*a harness plays .*pip install 'verifiers<0\.4' \(cannot"):
+        compose("env.id=verifiers:toy-env", name="ppo_trainer")
 
 
 def test_a_rubric_scores_the_samples_of_a_prompt_together(toy):

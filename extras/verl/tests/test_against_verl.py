@@ -59,6 +59,9 @@ DIFFERENCES = [
      "failed rows leave the statistics; verl: they count"),
     ("*process_validation_metrics", "an answer is None", "*/maj@*",
      "an answer that could not be read is a vote; verl: the prompt has no maj@n"),
+    ("*prime_code.compute_score", "1  2 for *|3.0 0.5 for *|Case 1: * for *", "/result",
+     "words are compared, and numbers among them; verl: lines"),
+    ("*prime_code.compute_score", "1.0 for 1", "/result", "integers are compared as texts; verl: all within 1e-5"),
     ("*process_validation_metrics", "a value is None", "*/acc/*",
      "the n of mean@n counts all answers; verl: those that have a value"),
 ]  # fmt: skip

@@ -29,6 +29,7 @@ from data.protocol import DataProto, object_array
 from extras.pf_ppo.settings import PFPPOConfig
 from extras.pf_ppo.stage import draw_rows
 from extras.rollout_correction.settings import PRESETS, REJECTION_OPTIONS, RolloutCorrectionConfig
+from extras.rules.tests.reward_cases import OUTPUTS
 from extras.verl.imports import names_of_verl
 from training.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from workers.engine import scheduled_multiplier
@@ -463,6 +464,20 @@ SCHEDULES = {
 }
 for kind, options in SCHEDULES.items():
     case(FUNCTIONAL, f"get_{kind}_schedule_with_warmup", schedule)(partial(schedule_calls, kind, options))
+
+
+# Programs, of which the rule reads what they write
+
+
+def score_alone(function: Callable, ours: bool) -> Callable:
+    return lambda *args, **kwargs: float(function(*args, **kwargs)[0])
+
+
+@case("utils.reward_score.prime_code", "compute_score", wrap=score_alone)
+def _(seed: int) -> Iterator[Call]:
+    for written, expected, _ in OUTPUTS if seed == 0 else []:
+        cases = {"inputs": [""], "outputs": [expected]}
+        yield Call(f"{written} for {expected}", (f"print({written!r})", cases), {"continuous": True})
 
 
 # Metrics
