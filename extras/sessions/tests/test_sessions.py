@@ -27,6 +27,7 @@ from data.types import Completion, Request, SamplingParams
 from extras.sandbox.run import fences
 from tests.engines import Scripted
 from tests.runs import compose, learning_metrics, run_main
+from tests.test_chat_families import template_of
 from training.environment import assign_agents, load_agents
 from training.episode_rows import deadline_of
 from training.reward import add_scores
@@ -273,6 +274,29 @@ def test_one_call_is_answered_where_one_is_asked_for_and_none_where_none_is(tmp_
     assert shown(batch, 0)[1::2] == [f"{calls}<|end|>"] * 4
     told = [text.removeprefix("<|user|>").partition("<|end|>")[0] for text in shown(batch, 0)[2::2]]
     assert told == ["2-", "1-", "0<tool"]
+
+
+@pytest.mark.parametrize(("family", "end", "told"), [
+    ("gpt-oss", "<|eot|>", '<|start|>tool f<|stop|>"7"<|end|><|start|>assistant'),
+    ("Mistral v0.3", "</s>", "[TOOL_RESULTS] 7[/TOOL_RESULTS]"),
+])  # fmt: skip
+def test_a_result_goes_on_in_the_row_of_its_call_where_it_may_stand_behind_calls_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, end: str, told: str
+):
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<|start|>", "<|stop|>", "<|eot|>", "</s>"], special_tokens=True)
+    tokenizer.chat_template, tokenizer.eos_token = template_of(family), end
+    monkeypatch.setattr(f"{__name__}.TOKENIZER", tokenizer)
+    program = within(tmp_path, """
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+        said = say(messages, tools=tools)
+        ask([*messages, said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "7"}], tools=tools)
+    """)  # fmt: skip
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    config = settings(program, "data.max_prompt_length=900", response=300)
+    batch = play(config, answer=lambda text, times: "so" if "RESULTS" in text or '"7"' in text else call)
+    assert batch.failure.tolist() == [None], batch.failure
+    assert shown(batch, 0)[1:] == [call + end, told, f"so{end}"]
 
 
 def test_what_a_request_says_not_to_train_on_is_context_and_no_row_of_it_is_scored(tmp_path: Path):
