@@ -38,10 +38,10 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_540,  # +390: templates are tried, answers read once, a blocked loop takes no one's time, ties
+    "core lines": 17_730,  # +190: results behind calls, loops that outlive clients, warm-up, early refusals, full disks
     "core files": 82,
-    "product lines": 43_850,  # +460 of them are OpenAI's Responses and Anthropic's Messages
-    "scripts and benchmarks": 4_535,
+    "product lines": 44_500,  # +650: a record of all lives of fully_async, a gate, rules as persons score
+    "scripts and benchmarks": 4_560,
     "names in training/": 20,
     "names in workers/": 25,
     "names in data/": 15,
@@ -49,12 +49,12 @@ CEILINGS = {
     "names in custom/": 4,
     "modules under 60 lines": 47,
     "modules with one importer": 51,
-    "settings": 343,  # verl's keys of distillation are 13
+    "settings": 349,  # two of verl's warm-up, for three optimisers
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 42_250,
+    "test lines": 43_430,
 }
 
 
@@ -197,8 +197,9 @@ def test_the_whole_stays_within_its_budget(figure):
 
 
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
-# 10 functions of 70 lines more than in issue 50: a prompt's template is tried, and a tie is one thing.
-STEP_CEILINGS = {"files": 40, "functions": 453, "lines": 2_711, "modules": 131}
+# 10 functions of 70 lines more than in issue 50: a prompt's template is tried, and a tie is one thing. Two modules: a
+# run's end asks the report what looks wrong.
+STEP_CEILINGS = {"files": 40, "functions": 453, "lines": 2_711, "modules": 133}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

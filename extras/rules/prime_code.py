@@ -49,7 +49,7 @@ class TestCases:
 
     @property
     def prelude(self) -> str:
-        """What runs before the program: imports, but not of the function that it is to define."""
+        """Imports that run before the program, but not of the function that it is to define."""
         return f"{PRELUDE}; globals().pop({self.function!r}, None)"
 
     def stdin_of(self, index: int) -> str:
