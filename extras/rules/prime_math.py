@@ -95,7 +95,9 @@ def equal_part(answer: str, truth: str) -> bool:
 
 
 def unwrap(text: str) -> str:
-    r"""Unwraps a \text{…} that is the whole text."""
+    r"""Unwraps a \text{…} that is the whole text. Spaces of LaTeX become spaces, and 1{,}000 and 1\,000 have commas."""
+    text = re.sub(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})", ",", text)
+    text = re.sub(r"(?<!\\)\\[ ,]|~", " ", text)
     match = re.fullmatch(r"\\text\{(.+?)\}", text.strip())
     return match[1] if match else text.strip()
 
@@ -103,8 +105,6 @@ def unwrap(text: str) -> str:
 def canonical(text: str) -> str:
     """Spells in a second way: no units, percent or dollars; powers of ten for millions; 1+1/2 for 1 1/2."""
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}", r"\1", unwrap(text))
-    text = re.sub(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})", ",", text)
-    text = re.sub(r"(?<!\\)\\[ ,]|~", " ", text)
     for old, new in (("\\%", ""), ("%", ""), ("\\$", ""), ("$", ""), (" or ", " , "), (" and ", " , "), *POWERS.items(),
                      ("dfrac", "frac"), ("tfrac", "frac"), (",\\!", ""), ("\\circ", ""), ("\\left", ""),
                      ("\\right", ""), ("−", "-")):  # fmt: skip

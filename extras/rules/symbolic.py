@@ -19,7 +19,6 @@ SECONDS = 10.0  # of computing, for one question
 MEMORY_MB = 4096
 LONGEST = 1000  # characters of a formula
 WORDS = re.compile(r"[A-Za-z\s]*")
-TOLERANCE = 1e-6  # relative, of numbers
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
@@ -84,7 +83,7 @@ def are_near(*readings: list) -> bool:
             gap, *sizes = (abs(value.evalf(30, strict=True)) for value in (pair[0] - pair[1], *pair))
         except PrecisionExhausted:  # of what is 0
             continue
-        if gap > TOLERANCE * max(sizes):
+        if gap > 1e-6 * max(sizes):
             return False
     return True
 

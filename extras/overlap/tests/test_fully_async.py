@@ -128,7 +128,7 @@ IDLE = [{"step": 3, "joining": [0], "ended": [], "weights": []}]  # the engine n
         ([cut, Mock()], [], "the wire is cut"),  # the second waits in the same step
         ([Mock()], IDLE, "trainer.replay: the engine has nothing to do after step 0"),
     ],
-    ids=str,
+    ids=["a load fails", "another waits", "an idle engine"],
 )
 def test_what_ends_the_engines_step_is_told_to_clients_and_ends_every_change_of_weights(
     make_pump, loads, plan, message
