@@ -282,7 +282,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("family", ANSWERS)
 def test_behind_a_call_stands_what_the_template_writes_of_the_whole_conversation(family: str):
-    """To the token, whether the answer ended by itself, by any stop id, or was cut before its end."""
+    """The tokens are equal whether the answer ended by itself, by any stop id, or was cut before its end."""
     chat, (answer, told) = chat_of(family), ANSWERS[family]
     asked = call({"key": 31}, "a1b2c3d4e")
     whole = chat.prompt_ids(calling(asked))
