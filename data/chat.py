@@ -332,8 +332,8 @@ class ChatFormat:
         return self._behind(messages, calls)[0]
 
     def _behind(self, messages: list[Message], calls: Sequence[Any]) -> tuple[str, int | None]:
-        """Returns that text, and the token that ends the answer there: in gpt-oss's template another than at the end of
-        all. Results of tools stand behind calls where the template takes them so alone."""
+        """Returns the text behind an answer, and the token that ends that there: in gpt-oss's template another than at
+        the end of all. Results of tools stand behind calls where the template takes them so alone."""
         specials = special_tokens(self.tokenizer)
         try:
             text = self._text_behind({"role": "assistant", "content": ANSWER}, messages)
