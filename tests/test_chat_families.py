@@ -86,6 +86,14 @@ FAMILIES = {
         "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}",
         "</s>",
     ),
+    "DeepSeek-V3": (
+        "{% if m.role == 'user' %}<|user|>{{ m.content }}{% elif m.role == 'assistant' and m['content'] is none %}"
+        "<|assistant|>{% for c in m.tool_calls %}<|tool|>{{ c.function.name }}\n{{ c.function.arguments | tojson }}"
+        "{% endfor %}</s>{% elif m.role == 'assistant' %}<|assistant|>{{ m.content.split('</think>')[-1] }}</s>"
+        "{% elif m.role == 'tool' %}<|tool|>{{ m.content }}<|end|>{% else %}{{ m.content }}{% endif %}",
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "</s>",
+    ),
     "SmolLM2": (f"{OPENS}{{{{ m.content + '<|im_end|>\n' }}}}", CHATML, "<|im_end|>"),
     "Zephyr": (
         "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|' + m.role + '|>\n' + m.content + '</s>' }}\n"
@@ -200,6 +208,7 @@ REFUSED = {
     "Phi-3": {*WITH_CALLS, *RESULTS, *ODD},
     "Phi-4": {*WITH_CALLS, *RESULTS, *ODD},
     "DeepSeek-R1": {"answer before a thought", "second system", *ODD},
+    "DeepSeek-V3": {"answer before a thought", *BESIDE},
     "SmolLM2": WITH_CALLS,
     "Zephyr": {*WITH_CALLS, *RESULTS, *ODD},
     "Granite 3": set(),
@@ -282,7 +291,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("family", ANSWERS)
 def test_behind_a_call_stands_what_the_template_writes_of_the_whole_conversation(family: str):
-    """The tokens are equal whether the answer ended by itself, by any stop id, or was cut before its end."""
+    """All tokens are equal, whether the answer ended by itself, by any stop id, or was cut before its end."""
     chat, (answer, told) = chat_of(family), ANSWERS[family]
     asked = call({"key": 31}, "a1b2c3d4e")
     whole = chat.prompt_ids(calling(asked))
