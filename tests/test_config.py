@@ -482,7 +482,8 @@ def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatc
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_gpus_that_are_not_there_are_refused_before_anything_is_read(gpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(resources, "joins_cluster", lambda: False)  # others may run one on this machine
-    command = short_run(tmp_path / "no_model", tmp_path, f"trainer.n_gpus_per_node={gpus}")
+    (tmp_path / "config.json").write_text("no config")  # which nothing reads
+    command = short_run(tmp_path, tmp_path, f"trainer.n_gpus_per_node={gpus}")
     with pytest.raises(SystemExit) as stop:
         main.main(["--config-name", "frozenlake", *command])
     assert stop.value.code == 2
