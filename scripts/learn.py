@@ -245,9 +245,9 @@ def imitate_in_rounds(course: Course, seen: Look, rows: Path) -> None:
 
 
 def reinforce_in_rounds(course: Course, seen: Look, name: str, settings: Sequence[str]) -> None:
-    """Reinforces the best model as long as that gains, until the best moves are mastered or time is short."""
+    """Reinforces the best model as long as that gains and there is time, unless no better play is to be expected."""
     for number in itertools.count(1):
-        if seen.is_sure and seen.is_mastered_by(course.value):
+        if (seen.is_sure or seen.error == 0) and seen.is_mastered_by(course.value):  # or all episodes are alike
             return
         stage = f"{name} {number}"
         gains = consider(course, stage, reinforce(course, stage, settings))

@@ -118,7 +118,7 @@ BEFORE_ANYTHING_STARTS = [
          "continues a text.*docs/models.md", config_json='{"model_type": "t5"}'),
     Case("critic of a kind without a value head", "critic.enable=true critic.model.path=DIR", "critic.model.path: "
          "transformers has no gptj with a value a token.*without one", config_json='{"model_type": "gptj"}'),
-    Case("reward file does not parse", "", "custom_reward_function.path=.*SyntaxError", r"score.py, line 1", score_py="def ("),
+    Case("reward file does not parse", "", "function.path=.*SyntaxError", r"score.py, line 1", score_py="def ("),
     Case("reward file raises", "", "ZeroDivisionError", r"\(.*score.py:2\)", score_py="x = 0\ny = 1 / x\n"),
     Case("no reward", "reward.custom_reward_function.path=null", "nothing scores the", "row 0 is 'rows.jsonl'"),
     Case("n of 1 with grpo", "actor_rollout_ref.rollout.n=1", "rollout.n=1: .*grpo compares", "at least 2"),

@@ -538,6 +538,15 @@ def test_an_action_outside_the_space_is_an_invalid_answer_however_it_was_read():
             play("left")
 
 
+def test_an_answer_is_written_as_the_users_function_reads_it():
+    """This function reads letters, as README's does, and not CartPole's numbers."""
+    env = TextEnv("CartPole-v1", text_to_action=lambda text: {"L": 0, "R": 1}.get(text.strip()[:1]))
+    assert [env.action_to_text(action) for action in (0, 1)] == ["L", "R"]
+    assert TextEnv("CartPole-v1").action_to_text(0) == "0"
+    with pytest.raises(ValueError, match=r"no answer that reads as 0 .*set action_names"):
+        TextEnv("CartPole-v1", text_to_action=lambda text: 1).action_to_text(0)
+
+
 @pytest.mark.parametrize("returned", [1, "1", " 1", 1.0, np.int64(1), np.float32(1), True])
 def test_a_whole_number_of_any_type_is_a_numbered_action(returned):
     env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned)

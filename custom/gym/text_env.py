@@ -5,6 +5,7 @@ vectorised environments, and sharing one object between threads (take a `clone` 
 """
 
 import copy
+import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
@@ -21,6 +22,7 @@ from custom.gym.texts import NamedActions, text_of
 from custom.gym.world import World, make_gym, split_id
 
 MAX_WORLDS = 256  # that states are computed in
+CHARACTERS = string.ascii_letters + string.digits + string.punctuation  # that may be answers
 CREDITS = ("search", "playouts")  # rewards of single moves by looking ahead (extras/lookahead)
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
 
@@ -293,11 +295,14 @@ class TextEnv:
         return plain if self._acts.space.contains(self._acts.native(plain)) else None
 
     def action_to_text(self, action: Any) -> str:
-        """Returns the canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
+        """Returns the canonical answer for an action, as a demonstration; where the user's text_to_action does not read
+        it, the first character that it reads as the action. Raises ValueError if there is none."""
         answer = self._acts.answer(action)
-        if answer is None or self.extract_action(answer) != action:
-            raise ValueError(f"{self.env_id} has no answer that reads as {action} (found {answer!r}): set action_names")
-        return answer
+        texts = (answer, *(CHARACTERS if self.text_to_action else ()))
+        for text in texts:
+            if text is not None and self.extract_action(text) == action:
+                return text
+        raise ValueError(f"{self.env_id} has no answer that reads as {action} (found {answer!r}): set action_names")
 
     def reset(self, seed: int, actions: Sequence[Any] = ()) -> str:
         """Starts an episode, from a training state if its `actions` are given too; returns the prompt."""

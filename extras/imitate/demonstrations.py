@@ -1,7 +1,6 @@
 """Demonstrations of an environment: what the policy is shown and a player answers, state by state or by episode."""
 
 import math
-import string
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -19,7 +18,6 @@ PLAYERS = ("random", "best")
 OF_A_RESET = 4  # rows: few of many are more unlike than many of few
 MOST_IDLE = 1000  # resets, one after the other, without a row
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
-CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 
 
 def load_player(name: str, environment: Any, seed: int) -> Player:
@@ -113,15 +111,12 @@ class Demonstrations:
             raise ValueError(f"--player {self.name}, {position}: {type(error).__name__}: {error}") from error
 
     def write(self, action: Any, state: Any) -> str:
-        """Returns the canonical answer for an action, with short numbers; where it has none, the first character that
-        the user's function reads as it. Raises ValueError if the action is not legal."""
+        """Returns the canonical answer for an action, with short numbers; raises ValueError if it is not legal."""
         world = self.environment.world_of(state.seed)
         plain, space = world.acts.plain(action), world.env.action_space
         if not space.contains(world.acts.native(plain)):
             raise ValueError(f"{action!r} is no action of {space}")
-        plain, reads = world.acts.plain(round_action(plain, space)), self.environment.extract_action
-        texts = (world.acts.answer(plain), *CHARACTERS) if self.environment.text_to_action else ()
-        return next((text for text in texts if reads(text) == plain), None) or self.environment.action_to_text(plain)
+        return self.environment.action_to_text(world.acts.plain(round_action(plain, space)))
 
 
 def round_action(action: Any, space: spaces.Space) -> Any:
