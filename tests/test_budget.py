@@ -38,7 +38,7 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_730,  # +190: results behind calls, loops that outlive clients, warm-up, early refusals, full disks
+    "core lines": 17_732,  # +190: results behind calls, loops that outlive clients, warm-up, early refusals, full disks
     "core files": 82,
     "product lines": 44_500,  # +650: a record of all lives of fully_async, a gate, rules as persons score
     "scripts and benchmarks": 4_560,
@@ -54,7 +54,7 @@ CEILINGS = {
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 43_430,
+    "test lines": 43_434,
 }
 
 
@@ -199,7 +199,7 @@ def test_the_whole_stays_within_its_budget(figure):
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
 # 10 functions of 70 lines more than in issue 50: a prompt's template is tried, and a tie is one thing. Three modules:
 # a run's end asks the report what looks wrong.
-STEP_CEILINGS = {"files": 40, "functions": 453, "lines": 2_712, "modules": 134}
+STEP_CEILINGS = {"files": 40, "functions": 453, "lines": 2_715, "modules": 134}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

@@ -539,7 +539,7 @@ def test_an_action_outside_the_space_is_an_invalid_answer_however_it_was_read():
 
 
 def test_an_answer_is_written_as_the_users_function_reads_it():
-    """This function reads letters, as README's does, and not CartPole's numbers."""
+    """Letters are read here, as in README, and not the numbers of CartPole."""
     env = TextEnv("CartPole-v1", text_to_action=lambda text: {"L": 0, "R": 1}.get(text.strip()[:1]))
     assert [env.action_to_text(action) for action in (0, 1)] == ["L", "R"]
     assert TextEnv("CartPole-v1").action_to_text(0) == "0"
