@@ -12,7 +12,7 @@ from configs.extras import find
 from configs.import_utils import Imports
 
 if (spec := Imports.find_installed(__name__)) is None:
-    stand_ins = find("imports", __name__)
+    stand_ins = find("optional", __name__)
     stand_ins.install()
     spec = stand_ins.find_spec(__name__)
 sys.modules[__name__] = module_from_spec(spec)  # which `import verl` gives

@@ -17,40 +17,57 @@ from configs.errors import ConfigError
 from configs.paths import ROOT
 
 FOLDER = ROOT / "extras"
-TABLE: dict[str, dict[str, str]] = {
+HEADS: dict[str, tuple[str, ...]] = {  # what a reader meets: every folder of extras/ under one of nine
+    "compute": ("kernels", "sharding", "lora", "images", "overlap"),
+    "engines": ("openai", "sglang", "http", "certificate"),
+    "algorithms": (*("algorithms", "rollout_correction", "pf_ppo", "prime", "distillation", "replay"),),
+    "rewards": ("rules", "weighted", "reward_model", "judge", "scorers", "processes", "sandbox", "try_reward"),
+    "episodes": ("gym", "lookahead", "imitate", "tools", "interactions", "sessions", "verifiers"),
+    "data": ("sources", "curriculum", "datagen"),
+    "beside a run": ("report", "watch", "loggers", "best", "dry_run", "restarts"),
+    "commands": ("sft", "evaluation", "standalone", "server", "merge", "cluster", "sweep", "completion", "python"),
+    "verl": ("verl",),
+}
+TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
+    # compute
+    "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
+    "parallel": {"replicas": "workers.parallel:Replicas", "fsdp2": "extras.sharding.layout:Sharded"},
+    "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
+    "vision": {  # by the model_type of a config.json: how such models read images
+        "qwen2_vl": "extras.images.families:Qwen2VL",
+        "qwen2_5_vl": "extras.images.families:Qwen2VL",
+        "idefics3": "extras.images.families:Idefics3",
+    },
+    "pools": {
+        "launch": "workers.launch:Launch",
+        "split": "extras.overlap.pools:split",
+        "rollout": "extras.overlap.pools:ApartRollout",
+    },
+    # engines
     "engine": {
         "hf": "workers.hf_rollout:HFRollout",
         "vllm": "workers.vllm_rollout_spmd:vLLMRollout",
         "sglang": "extras.sglang.rollout:SGLangRollout",
         "openai": "extras.openai.rollout:OpenAIRollout",
     },
-    "rollout": {"generate_sequences": "extras.verl.engines:WholeBatches"},  # of an engine that defines it itself
     "sync": {"plain": "workers.weight_sync:WeightSync", "certificate": "extras.certificate.certificate:Certificate"},
-    "vision": {  # by the model_type of a config.json: how such models read images
-        "qwen2_vl": "extras.images.families:Qwen2VL",
-        "qwen2_5_vl": "extras.images.families:Qwen2VL",
-        "idefics3": "extras.images.families:Idefics3",
-    },
-    "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
-    "parallel": {"replicas": "workers.parallel:Replicas", "fsdp2": "extras.sharding.layout:Sharded"},
-    "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
-    "imports": {"verl": "extras.verl.imports:StandIns"},
-    "batch_method": {  # of a DataProto, beside those that the project calls
-        "chunk": "extras.verl.compat:chunk",
-        "rename": "extras.verl.compat:rename",
-        "reorder": "extras.verl.compat:reorder",
-        "make_iterator": "extras.verl.compat:make_iterator",
-        "sample_level_repeat": "extras.verl.compat:sample_level_repeat",
-        "unfold_column_chunks": "extras.verl.compat:unfold_column_chunks",
-        "padding": "extras.verl.compat:padding",
-        "is_padding_enabled": "extras.verl.compat:is_padding_enabled",
-        "to_tensordict": "extras.verl.compat:to_tensordict",
-        "get_data_info": "extras.verl.compat:get_data_info",
-        "print_size": "extras.verl.compat:print_size",
-    },
-    # by the setting that asks for it
-    "parent": {"trainer.max_restarts": "extras.restarts.restarts:supervise"},  # of the process that is to run
-    "flag": {"--multirun": "extras.sweep.sweep:sweep"},  # of a command
+    # algorithms: estimators and losses beside those that the core registers, in one mapping of each kind; others by the
+    # setting that asks for them
+    "estimator": dict.fromkeys(
+        (
+            *("turn_gae", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", "spo"),
+            *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline", "max_rl"),
+            *("sppo", "fapo"),
+        ),
+        "extras.algorithms.estimators:ESTIMATORS",
+    )
+    | {"prime": "extras.prime.estimator:ESTIMATORS"}
+    | dict.fromkeys(("opd", "no_rewards"), "extras.distillation.divergence:ESTIMATORS"),
+    "policy_loss": dict.fromkeys(
+        ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro", "sppo"),
+        "extras.algorithms.policy_losses:LOSSES",
+    )
+    | dict.fromkeys(("gvpo", "pair", "spin", "flowrl"), "extras.algorithms.group_losses:LOSSES"),
     "stage": {
         "distillation.enabled": "extras.distillation.stage:Distillation",
         "reward.reward_model.enable": "extras.reward_model.stage:ModelScores",
@@ -64,6 +81,32 @@ TABLE: dict[str, dict[str, str]] = {
             "extras.algorithms.group_losses:GroupIds"
         ),
     },
+    "role": {
+        "rm": "extras.reward_model.role:ROLE",
+        "prm": "extras.prime.role:ROLE",
+        "teachers": "extras.distillation.stage:ROLE",
+        "sender": "extras.overlap.wire_roles:SENDER",
+        "receiver": "extras.overlap.wire_roles:RECEIVER",
+        "generator": "extras.overlap.wire_roles:GENERATOR",
+    },
+    "trainer": {  # each makes one of another's class
+        "algorithm.filter_groups.enable": "extras.algorithms.dynamic_sampling:dynamic_sampling",
+        "trainer.async_mode=one_step_off": "extras.overlap.one_step_off:one_step_off",
+        "trainer.async_mode=fully_async": "extras.overlap.fully_async:fully_async",
+        "trainer.save_rollouts": "extras.replay.replay:saving",
+        "trainer.replay_rollouts": "extras.replay.replay:replaying",
+    },
+    # rewards
+    "reward": {  # load(settings, RewardRun) -> what scores a reward_view
+        "manager": "extras.verl.managers:load",
+        "functions": "training.reward_function:load",
+        "weighted": "extras.weighted.reward:load",
+        "environment": "training.reward:load_environment",
+        "object": "training.reward_function:reward_by",  # called with it, the settings and the tokenizer
+        "model": "extras.reward_model.stage:load",
+        "rules": "extras.rules.reward:load",
+    },
+    # episodes
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",
         "agent_loop": "extras.verl.users_loop:LoopEpisode",
@@ -77,50 +120,14 @@ TABLE: dict[str, dict[str, str]] = {
         "moves": "extras.gym.actions:compare_moves",
         "processes": "extras.gym.process_env:ProcessEnv",
     },
-    "keys": {  # they translate in this order
-        "verl": "extras.verl.keys:VerlKeys",
-        "rollout_correction": "extras.rollout_correction.settings:Presets",
-        "verifiers": "extras.verifiers.env_id:VerifiersKeys",
+    "format": {  # of calls, beside those of data/tool_parsers.py
+        "plain": "extras.tools.formats:PlainParser",
+        "llama3": "extras.tools.formats:Llama3Parser",
+        "qwen3_coder": "extras.tools.formats:Qwen3CoderParser",
+        "glm": "extras.tools.formats:GLMParser",
+        "gpt-oss": "extras.tools.formats:HarmonyParser",
     },
-    "reward": {  # load(settings, RewardRun) -> what scores a reward_view
-        "manager": "extras.verl.managers:load",
-        "functions": "training.reward_function:load",
-        "weighted": "extras.weighted.reward:load",
-        "environment": "training.reward:load_environment",
-        "object": "training.reward_function:reward_by",  # called with it, the settings and the tokenizer
-        "model": "extras.reward_model.stage:load",
-        "rules": "extras.rules.reward:load",
-    },
-    "role": {
-        "rm": "extras.reward_model.role:ROLE",
-        "prm": "extras.prime.role:ROLE",
-        "teachers": "extras.distillation.stage:ROLE",
-        "sender": "extras.overlap.wire_roles:SENDER",
-        "receiver": "extras.overlap.wire_roles:RECEIVER",
-        "generator": "extras.overlap.wire_roles:GENERATOR",
-    },
-    "pools": {
-        "launch": "workers.launch:Launch",
-        "split": "extras.overlap.pools:split",
-        "rollout": "extras.overlap.pools:ApartRollout",
-    },
-    "trainer": {  # each makes one of another's class
-        "algorithm.filter_groups.enable": "extras.algorithms.dynamic_sampling:dynamic_sampling",
-        "trainer.async_mode=one_step_off": "extras.overlap.one_step_off:one_step_off",
-        "trainer.async_mode=fully_async": "extras.overlap.fully_async:fully_async",
-        "trainer.save_rollouts": "extras.replay.replay:saving",
-        "trainer.replay_rollouts": "extras.replay.replay:replaying",
-    },
-    "python": {  # of training/api.py, and of notebooks
-        **{name: f"extras.python.trainer:{name}" for name in ("Trainer", "GRPOTrainer", "PPOTrainer")},
-        "TrainingConfig": "extras.python.objects:TrainingConfig",
-        "CellProgress": "extras.python.notebook:CellProgress",
-        **{  # of data/tools.py
-            name: f"extras.tools.tool_classes:{name}"
-            for name in ("BaseTool", "FunctionTool", "ToolResponse", "ToolSchema", "function_tool", "schema_of_text")
-        },
-    },
-    "caller": {"scorers": "extras.scorers.pool:Scorers"},  # these call a reward function outside this process
+    # data
     "source": {
         "conversations": "extras.tools.conversations:ToolEpisodes",
         "tools": "extras.tools.conversations:load_tools",
@@ -138,15 +145,8 @@ TABLE: dict[str, dict[str, str]] = {
         "verl": "extras.verl.hooks:RLHFDataset",  # of classes that define verl's hooks
         "table": "extras.verl.hooks:Table",
     },
-    "format": {  # of calls, beside those of data/tool_parsers.py
-        "plain": "extras.tools.formats:PlainParser",
-        "llama3": "extras.tools.formats:Llama3Parser",
-        "qwen3_coder": "extras.tools.formats:Qwen3CoderParser",
-        "glm": "extras.tools.formats:GLMParser",
-        "gpt-oss": "extras.tools.formats:HarmonyParser",
-    },
+    # beside a run
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
-    "report": {"page": "extras.report.__main__:write_report", "curves": "extras.report.charts:plot_metric"},
     "callback": {  # observers that may add to a validation, and ask a run to save or to end, by the setting
         "env.id": "extras.gym.walks:RandomPlayer",
         "trainer.save_best": "extras.best.best:Best",
@@ -160,23 +160,37 @@ TABLE: dict[str, dict[str, str]] = {
         "trackio": "extras.loggers.trackers:Trackio",
         "swanlab": "extras.loggers.trackers:SwanLab",
     },
+    # commands
     "action": {"train": "training.run:Training", "dry_run": "extras.dry_run.dry_run:DryRun"},
-    # beside those that the core registers, in one mapping of each kind
-    "estimator": dict.fromkeys(
-        (
-            *("turn_gae", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", "spo"),
-            *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline", "max_rl"),
-            *("sppo", "fapo"),
-        ),
-        "extras.algorithms.estimators:ESTIMATORS",
-    )
-    | {"prime": "extras.prime.estimator:ESTIMATORS"}
-    | dict.fromkeys(("opd", "no_rewards"), "extras.distillation.divergence:ESTIMATORS"),
-    "policy_loss": dict.fromkeys(
-        ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro", "sppo"),
-        "extras.algorithms.policy_losses:LOSSES",
-    )
-    | dict.fromkeys(("gvpo", "pair", "spin", "flowrl"), "extras.algorithms.group_losses:LOSSES"),
+    # verl, and whatever else one place of the core calls by its name
+    "keys": {  # they translate in this order
+        "verl": "extras.verl.keys:VerlKeys",
+        "rollout_correction": "extras.rollout_correction.settings:Presets",
+        "verifiers": "extras.verifiers.env_id:VerifiersKeys",
+    },
+    "optional": {
+        "verl": "extras.verl.imports:StandIns",
+        "generate_sequences": "extras.verl.engines:WholeBatches",  # of an engine that defines it itself
+        **{  # methods that the project does not call
+            f"DataProto.{name}": f"extras.verl.compat:{name}"
+            for name in (
+                *("chunk", "rename", "reorder", "make_iterator", "sample_level_repeat", "unfold_column_chunks"),
+                *("padding", "is_padding_enabled", "to_tensordict", "get_data_info", "print_size"),
+            )
+        },
+        "--multirun": "extras.sweep.sweep:sweep",
+        "trainer.max_restarts": "extras.restarts.restarts:supervise",  # the process that is to run
+        "scorers": "extras.scorers.pool:Scorers",  # they call a reward function outside this process
+        "write_report": "extras.report.__main__:write_report",
+        "plot_metric": "extras.report.charts:plot_metric",
+        **{name: f"extras.python.trainer:{name}" for name in ("Trainer", "GRPOTrainer", "PPOTrainer")},
+        "TrainingConfig": "extras.python.objects:TrainingConfig",
+        "CellProgress": "extras.python.notebook:CellProgress",
+        **{
+            name: f"extras.tools.tool_classes:{name}"
+            for name in ("BaseTool", "FunctionTool", "ToolResponse", "ToolSchema", "function_tool", "schema_of_text")
+        },
+    },
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("distillation", "http"),
@@ -289,7 +303,8 @@ class Registry(UserDict):
 def check_present(kind: str, name: str, key: str = "") -> None:
     """Raises ConfigError if the table has the name, and this copy not what it stands for; names `key`."""
     if name in TABLE[kind] and not has(kind, name):
-        raise ConfigError(f"{key or kind}={name}: {absence(TABLE[kind][name].split('.')[1])}", key)
+        origin = name if kind == "optional" else f"{key or kind}={name}"
+        raise ConfigError(f"{origin}: {absence(TABLE[kind][name].split('.')[1])}", key)
 
 
 def has(kind: str, name: str) -> bool:
@@ -302,9 +317,14 @@ def asked_for(kind: str, config: Any) -> list[Any]:
     keys = []
     for key in present(kind):
         path, _, values = key.partition("=")
-        setting = reduce(lambda at, name: at and at.get(name), path.split("."), config)
+        setting = setting_at(config, path)
         keys += [key] if (setting in values.split(",") if values else setting) else []
     return [find(kind, key) for key in keys]
+
+
+def setting_at(config: Any, key: str) -> Any:
+    """Returns what `config` has at a dotted key; a section that is not there has nothing."""
+    return reduce(lambda section, name: section and section.get(name), key.split("."), config)
 
 
 def present(kind: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from configs.errors import is_users
-from configs.extras import find, present
+from configs.extras import find, has
 from configs.paths import find_path
 
 
@@ -48,8 +48,11 @@ class Neighbours:
         return spec
 
 
+FOREIGN = {"verl"}  # projects whose modules an extra stands in for
+
+
 class Imports:
-    """Gives users' files another project's modules, where it is not installed; subclasses are of the kind `imports`."""
+    """Gives users' files another project's modules, where it is not installed; a subclass for each of FOREIGN."""
 
     @classmethod
     def install(cls) -> None:
@@ -73,7 +76,7 @@ sys.meta_path.append(Neighbours)
 
 
 def foreign_imports() -> list[type[Imports]]:
-    return [find("imports", name) for name in present("imports")]
+    return [find("optional", name) for name in FOREIGN if has("optional", name)]
 
 
 def with_key(path: str, key: str) -> str:
@@ -283,13 +286,13 @@ def check_imports(file: Path) -> None:
     """Checks that a file, and those beside it that it imports, get the modules beside them and no others of that name.
 
     Raises:
-        ValueError: `import` gives another module, unless it is Python's own or of the kind `imports`; names both files.
+        ValueError: `import` gives another module, unless it is Python's own or of FOREIGN; names both files.
     """
     files, checked, folders = [file], set[Path](), [*Neighbours.folders, str(file.parent)]
     while files:
         importer = files.pop()
         checked.add(importer)
-        for name in sorted(imported_names(importer) - sys.stdlib_module_names - {*present("imports")}):
+        for name in sorted(imported_names(importer) - sys.stdlib_module_names - FOREIGN):
             paths = (file.parent / f"{name}.py", file.parent / name / "__init__.py")
             beside = next((path for path in paths if path.is_file() and is_users(str(path))), None)
             if beside is None or beside in checked:

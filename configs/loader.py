@@ -33,7 +33,7 @@ from yaml import YAMLError
 
 from configs.checks import check_config
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
-from configs.extras import absence, absent_extra_of, asked_for, commands, find, present
+from configs.extras import absence, absent_extra_of, commands, find, present, setting_at
 from configs.paths import home_spelt_out
 from configs.schema import Config
 from configs.settings import (
@@ -59,6 +59,7 @@ NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_fil
 REWARDS = ("custom_reward_function", "functions", "reward_manager", "reward_model.model.path")
 ALGORITHM = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.seed")
 LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", *(f"reward.{name}" for name in REWARDS), *ALGORITHM)
+RESTARTS = "trainer.max_restarts"
 OPENERS = ("path", "env.id")  # settings that decide which keys other sections take, so they are set first
 
 
@@ -89,14 +90,14 @@ def command(
             with refusals():
                 if check_files:
                     check_files(config)
-            for parent in asked_for("parent", config) if argv is None else ():
-                config = parent(config)  # comes back in the process that is to run
+            if argv is None and setting_at(config, RESTARTS):
+                config = find("optional", RESTARTS)(config)  # comes back in the process that is to run
             with late_refusals():
                 module, _, function = run.rpartition(".")
                 getattr(import_module(module), function)(config)
 
         with refusals():
-            sweep = find("flag", "--multirun") if arguments.multirun else None
+            sweep = find("optional", "--multirun") if arguments.multirun else None
             config = None if sweep else checked_config(arguments, schema, check)
         if sweep:
             sweep(arguments, partial(checked_config, schema=schema, check=check), start)

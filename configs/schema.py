@@ -430,7 +430,7 @@ class FunctionsConfig(Frozen):
 
     @property
     def caller(self) -> str:
-        """Names who calls a function, among the callers of configs/extras.py; here: this process."""
+        """Names who calls a function: `scorers`, processes of extras/scorers, or `here`, this process."""
         return "here"
 
     @property

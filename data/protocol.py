@@ -77,8 +77,8 @@ class _Columns:
             raise AttributeError(name)
         if name in self:
             return self.get(name)
-        if has("batch_method", name):
-            return MethodType(find("batch_method", name), self)
+        if has("optional", method := f"DataProto.{name}"):
+            return MethodType(find("optional", method), self)
         raise AttributeError(f"no column {name!r}; there are {[*self.tensors, *self.non_tensor_batch]}")
 
     def __setattr__(self, name: str, value: Any) -> None:

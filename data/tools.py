@@ -4,5 +4,5 @@ from configs.extras import find
 
 NAMES = ("BaseTool", "FunctionTool", "ToolResponse", "ToolSchema", "function_tool", "schema_of_text")
 BaseTool, FunctionTool, ToolResponse, ToolSchema, function_tool, schema_of_text = (
-    find("python", name, "data.tools") for name in NAMES
+    find("optional", name) for name in NAMES
 )

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 import argparse
 import ast
 import re
-from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 
 from configs.extras import TABLE
@@ -45,31 +45,36 @@ def picture() -> str:
     for layer in LAYERS:
         path = ROOT / layer
         files = [path] if path.is_file() else sorted(path.rglob("*.py"))
-        kinds = {file.relative_to(ROOT): sorted(kinds_in(file)) for file in files if file.name != "extras.py"}
+        kinds = {file.relative_to(ROOT): kinds_in(file) for file in files if file.name != "extras.py"}
         lines.append(f'  subgraph in_{layer.partition(".")[0]}["{layer}"]')
         lines += [f'    {node_of(module)}["{module.name}"]' for module, names in kinds.items() if names]
         lines.append("  end")
-        targets |= {(module, kind): folders_of(kind) for module, names in kinds.items() for kind in names}
+        targets |= {(module, kind): folders for module, names in kinds.items() for kind, folders in names.items()}
     for number, ((module, kind), folders) in enumerate(targets.items()):
         lines.append(f'  {node_of(module)} -- {kind} --> to{number}(["{", ".join(folders)}"])')
     return "\n".join(lines)
 
 
-def kinds_in(file: Path) -> Iterator[str]:
-    """Yields the kinds that a module looks up for which an extra has an entry."""
-    names = {
-        call.args[0].value
-        for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in LOOKS_UP
-        if call.args and isinstance(call.args[0], ast.Constant)
-    }
-    return (kind for kind in names if folders_of(kind))
+def kinds_in(file: Path) -> dict[str, list[str]]:
+    """Returns the folders of extras/ that a module reaches, by kind: all that have an entry of it, or of what is
+    optional those whose names stand in the module."""
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    texts = {node.value for node in nodes if is_text(node)}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args]
+    looked_up = {ast.literal_eval(call.args[0]) for call in calls if call.func.id in LOOKS_UP and is_text(call.args[0])}
+    folders = {}
+    for kind in sorted(looked_up):
+        is_named = [
+            kind != "optional" or not texts.isdisjoint({name, "".join(name.rpartition(".")[:2]) or name})
+            for name in TABLE[kind]
+        ]
+        paths = [path.partition(":")[0].split(".") for path in compress(TABLE[kind].values(), is_named)]
+        folders[kind] = list(dict.fromkeys(path[1] for path in paths if path[0] == "extras"))
+    return {kind: names for kind, names in folders.items() if names}
 
 
-def folders_of(kind: str) -> list[str]:
-    """Returns the folders of extras/ that have entries of a kind."""
-    paths = [entry.partition(":")[0].split(".") for entry in TABLE[kind].values()]
-    return list(dict.fromkeys(path[1] for path in paths if path[0] == "extras"))
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def node_of(module: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from configs.extras import TABLE
 from configs.paths import ROOT
 from configs.schema import Config
 
@@ -49,6 +50,7 @@ CEILINGS = {
     "names in custom/": 4,
     "modules under 60 lines": 47,
     "modules with one importer": 51,
+    "kinds of hook": 25,
     "settings": 349,  # two of verl's warm-up, for three optimisers
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
@@ -178,6 +180,7 @@ FIGURES = {
     **{f"names in {folder}/": lambda folder=folder: names_in(folder) for folder in CORE},
     "modules under 60 lines": lambda: sum(lines_of(path) < SMALL for path in modules()),
     "modules with one importer": lambda: len(modules_with_one_importer()),
+    "kinds of hook": lambda: len(TABLE),
     "settings": lambda: settings_of(Config),
     "file names in two folders": lambda: len(doubled_file_names()),
     "functions named by a bare participle": lambda: len(participles()),

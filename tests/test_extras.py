@@ -5,6 +5,7 @@ core alone plays episodes, trains by PPO on two Ray workers, saves and resumes.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.extras import FOLDER, PAIRS, SETTINGS, TABLE
+from configs.extras import FOLDER, HEADS, PAIRS, SETTINGS, TABLE
 from configs.paths import ROOT
 from tests.pages import SECTION, WRITTEN_FILE
 from tests.runs import learning_metrics, short_run
@@ -74,6 +75,14 @@ def today() -> list[str]:
     return [EXTRAS[(first + number) % len(EXTRAS)] for number in range(min(A_DAY, len(EXTRAS)))]
 
 
+def test_every_extra_stands_under_one_of_nine_heads_in_the_table_and_on_the_tour():
+    assert sorted(name for names in HEADS.values() for name in names) == sorted(EXTRAS) and len(HEADS) == 9
+    rows = re.findall(
+        r"^\| ([a-z ]+) \| (.*) \|$", (ROOT / "docs/tour.md").read_text().partition("| extras |")[2], re.M
+    )
+    assert {head: tuple(re.findall(r"`(\w+)`", row)) for head, row in rows} == HEADS
+
+
 @pytest.mark.parametrize(
     "extras", [[one] for one in EXTRAS] if os.environ.get("EXTRAS") == "all" else [today()], ids="+".join
 )
@@ -89,9 +98,9 @@ def test_the_core_does_without_extras(extras: list[str], tiny_model: Path, tmp_p
         if "algorithms" in extras:
             refused = run(copy, "main.py", "--config-name", "frozenlake", *short_run(tiny_model, tmp_path / "run"), key)
             assert refused.returncode and f"{key}: algorithms is not in this copy" in refused.stderr
-    for flag in (flag for flag, path in TABLE["flag"].items() if path.split(".")[1] in extras):
-        refused = run(copy, "main.py", flag, "trainer.seed=0,1")
-        assert refused.returncode and "is not in this copy" in refused.stderr
+    if "sweep" in extras:
+        refused = run(copy, "main.py", "--multirun", "trainer.seed=0,1")
+        assert refused.returncode and "--multirun: sweep is not in this copy" in refused.stderr
     if core := {file for name in extras for kind in kinds_of(name) for file in CORE_TESTS.get(kind, ())}:
         pass_tests(copy, *sorted(core))
 

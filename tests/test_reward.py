@@ -25,7 +25,7 @@ from training.reward import add_scores, concat_scored, load_reward_manager, rewa
 from training.reward_function import FunctionReward
 
 TOKENIZER = build_tokenizer()
-HERE = {"in_process": True} if has("caller", "scorers") else {}  # functions are called in this process
+HERE = {"in_process": True} if has("optional", "scorers") else {}  # functions are called in this process
 ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})
 
 PER_SAMPLE = """

@@ -8,5 +8,5 @@ GRPOTrainer(model, reward, rows).train()
 from configs.extras import find
 
 Trainer, GRPOTrainer, PPOTrainer, TrainingConfig = (
-    find("python", name, "training.api") for name in ("Trainer", "GRPOTrainer", "PPOTrainer", "TrainingConfig")
+    find("optional", name) for name in ("Trainer", "GRPOTrainer", "PPOTrainer", "TrainingConfig")
 )

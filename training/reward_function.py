@@ -263,8 +263,8 @@ def load_function(
     entry = with_name(entry, key)
     function = load_extern_object(entry.path, entry.name, f"{key}.path")
     reward = kind(function, tokenizer, entry.reward_kwargs, config, key)
-    if reward.columns and config.caller != "here":
-        reward.caller = find("caller", config.caller)(function, entry, config, computes)
+    if reward.columns and config.caller == "scorers":
+        reward.caller = find("optional", "scorers")(function, entry, config, computes)
     return reward
 
 

@@ -197,7 +197,7 @@ class ConsoleLine(Observer):
     def started(self, step: int) -> None:
         console, columns = Console(), (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
         if in_notebook() or (sys.stdout.isatty() and console.is_interactive):
-            kind = find("python", "CellProgress") if in_notebook() and has("python", "CellProgress") else Progress
+            kind = find("optional", "CellProgress") if in_notebook() and has("optional", "CellProgress") else Progress
             self.progress = kind(*columns, console=console, auto_refresh=False)
             self.task = self.progress.add_task("", total=self.run.total_steps, completed=step)
             atexit.register(self.progress.stop)  # a bar that is never closed would leave the cursor hidden

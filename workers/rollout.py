@@ -338,7 +338,7 @@ def load_rollout_class(name: str) -> type[Rollout]:
     [engine_class] = engines
     constructor_arguments(engine_class, key, None, None, None)
     if engine_class.generate_sequences is not Rollout.generate_sequences:
-        find("rollout", "generate_sequences", f"{KEY}.name").check(engine_class, key)
+        find("optional", "generate_sequences").check(engine_class, key)
     return engine_class
 
 
@@ -373,7 +373,7 @@ def generate_batch(
     engine.check_takes(*prompts.non_tensor_batch["raw_prompt_ids"])
     if type(engine).generate_sequences is Rollout.generate_sequences or not len(prompts):
         return Rollout.generate_sequences(engine, prompts, sampling, seed, first_row)
-    return find("rollout", "generate_sequences").answer(engine, prompts, sampling, seed, first_row)
+    return find("optional", "generate_sequences").answer(engine, prompts, sampling, seed, first_row)
 
 
 def check_completions(engine: Rollout, requests: Sequence[Request], completions: Sequence[Completion]) -> None:

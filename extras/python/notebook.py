@@ -66,10 +66,10 @@ class Result:
 
     def report(self) -> Page:
         """Writes the report of the run."""
-        return Page(find("report", "page")([self.folder]))
+        return Page(find("optional", "write_report")([self.folder]))
 
     def curves(self, *names: str) -> Picture:
         """Draws metrics over the steps, each by its name; without names, the mean reward."""
         picture = Picture(self.folder / "curves.png")
-        find("report", "curves")(self.folder / METRICS_FILE, names or ["critic/score/mean"], picture)
+        find("optional", "plot_metric")(self.folder / METRICS_FILE, names or ["critic/score/mean"], picture)
         return picture

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from configs import schema
-from configs.extras import TABLE, find
+from configs.extras import find, present
 from data.pretrained import as_users_read
 from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
 from extras.tools.tool_classes import BaseTool, ToolSchema
@@ -189,7 +189,7 @@ def rename(self: DataProto, old_keys: str | list[str], new_keys: str | list[str]
     return self
 
 
-for name in TABLE["batch_method"]:
+for name in (name.removeprefix("DataProto.") for name in present("optional") if name.startswith("DataProto.")):
     setattr(DataProto, name, globals()[name])
 DataProto.from_tensordict = classmethod(from_tensordict)
 

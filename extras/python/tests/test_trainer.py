@@ -220,7 +220,7 @@ def test_a_trained_model_is_validated_answers_prompts_and_is_reported(made, caps
     answers = trainer.generate(["1+1=", [{"role": "user", "content": "2+2="}]])
     assert capsys.readouterr() == ("", "") and len(answers) == len(before) == 2
     assert all(isinstance(answer, str) for answer in answers)
-    if has("report", "page"):
+    if has("optional", "write_report"):
         page = result.report()
         assert page.name == "report.html" and "srcdoc" in page._repr_html_()
 
