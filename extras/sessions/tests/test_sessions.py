@@ -80,10 +80,10 @@ def prompts(count: int = 1, **columns: Any) -> DataProto:
     return DataProto.from_single_dict(rows | columns)
 
 
-def play(config: Any, rows: DataProto | None = None, engine: Any = None, answer: Any = None) -> DataProto:
+def play(config: Any, rows: DataProto | None = None, engine: Any = None, answer: Any = None, first_row: int = 0) -> Any:
     engine = engine or Scripted(config, TOKENIZER, answer or (lambda text, times: "12"))
     loop = AgentLoop(config, TOKENIZER, engine, None)
-    return loop.generate_sequences(assign_agents(rows or prompts(), config), SAMPLED, seed=7, first_row=0)
+    return loop.generate_sequences(assign_agents(rows or prompts(), config), SAMPLED, seed=7, first_row=first_row)
 
 
 def command(folder: Path, text: str, head: str = CLIENT) -> str:
@@ -185,7 +185,7 @@ def test_what_a_program_claims_is_context_and_rows_of_another_history_stand_apar
 
 
 def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path):
-    """Whole and streamed answers are alike, and go on in their row; two requests at once do not share one."""
+    """Whole and streamed answers are alike, and go on in their row; of two requests at once one does."""
     agent = function(tmp_path, """
         import asyncio, json, openai
         TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -208,11 +208,11 @@ def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path)
     answers = {"?": calls, "7": "fine"}
     config = settings(agent, "data.max_prompt_length=900", response=400)
     batch = play(config, answer=lambda text, times: sleep(0.2) or answers.get(text[-1], "123"))
-    assert batch.failure.tolist() == [None] * 4, batch.failure
-    first, *rows = [shown(batch, row) for row in range(4)]
-    assert [first[1], first[3]] == [f"{calls}<|end|>", "fine<|end|>"] and len(first) == 4
-    assert [told[-22:] for told, _ in rows[:2]] == [f">{more}<|end|><|assistant|>" for more in "xy"]
-    assert [said for _, said in rows] == ["123<|end|>", "123<|end|>", "12"]
+    assert batch.failure.tolist() == [None] * 3, batch.failure
+    first, left, stopped = [shown(batch, row) for row in range(3)]
+    assert first[1::2] == [f"{calls}<|end|>", "fine<|end|>", "123<|end|>"]
+    x, y = (f"<|user|>{more}<|end|><|assistant|>" for more in "xy")
+    assert first[4] == x and left == ["".join(first[:4]) + y, "123<|end|>"] and stopped[1] == "12"
 
 
 LEAVES = {  # how a client asks for the first answer: whether that reaches it
