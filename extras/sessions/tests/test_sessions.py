@@ -80,7 +80,9 @@ def prompts(count: int = 1, **columns: Any) -> DataProto:
     return DataProto.from_single_dict(rows | columns)
 
 
-def play(config: Any, rows: DataProto | None = None, engine: Any = None, answer: Any = None, first_row: int = 0) -> Any:
+def play(
+    config: Any, rows: DataProto | None = None, engine: Any = None, answer: Any = None, first_row: int = 0
+) -> DataProto:
     engine = engine or Scripted(config, TOKENIZER, answer or (lambda text, times: "12"))
     loop = AgentLoop(config, TOKENIZER, engine, None)
     return loop.generate_sequences(assign_agents(rows or prompts(), config), SAMPLED, seed=7, first_row=first_row)

@@ -162,7 +162,10 @@ def crowd(client: Any, history: History) -> Iterator[Any]:
         return client.ask([user("vote")], max_tokens=300)[1:2]
 
     with ThreadPoolExecutor(7) as pool:
-        work = [pool.submit(part, name) for part, name in zip((branch,) * 3 + (vote,) * 3 + (judge,), "abbcccd", strict=True)]
+        work = [
+            pool.submit(part, name)
+            for part, name in zip((branch,) * 3 + (vote,) * 3 + (judge,), "abbcccd", strict=True)
+        ]
         yield [plan, *(text for each in work for text in each.result())]
     yield 0
 
