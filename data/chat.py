@@ -412,8 +412,7 @@ def turn_of_results(messages: list[Message], names: list[str]) -> tuple[Message,
     ids = [result.get("tool_call_id") or f"{place:09}" for place, result in enumerate(results)]  # Mistral's have 9
     each_id = iter(ids)
     told = [each | {"tool_call_id": next(each_id)} if each["role"] == "tool" else each for each in messages]
-    functions = [{"name": name, "arguments": {}} for name in names[:-1]] + [
-        {"name": names[-1], "arguments": {ANSWER: 0}}
-    ]
+    functions = [{"name": name, "arguments": {}} for name in names]
+    functions[-1]["arguments"] = {ANSWER: 0}
     calls = [{"id": one, "type": "function", "function": each} for one, each in zip(ids, functions, strict=True)]
     return {"role": "assistant", "content": "", "tool_calls": calls}, told
