@@ -22,17 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, check_reads, load_subclass
-from data.chat import (
-    ANSWER,
-    START,
-    ChatFormat,
-    Prompt,
-    as_messages,
-    check_writes,
-    clean_messages,
-    parse_prompt,
-    special_tokens,
-)
+from data.chat import ANSWER, START, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
 from data.padding import media_of
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
@@ -331,19 +321,20 @@ class ConversationFormat:
             place += len(turn)
 
     @cached_property
-    def opening(self) -> str:
-        """What the template writes before the text of an answer, if a special token ends that: gpt-oss's channel."""
+    def opening(self) -> list[int]:
+        """Token ids that the template writes before an answer's text, if the last is special: gpt-oss's channel."""
         chat, answer = self.formats[""], {"role": "assistant", "content": ANSWER}
         before, whole = chat.render(START, True), chat.render([*START, answer], False)
         text = whole.removeprefix(before).partition(ANSWER)[0] if whole.startswith(before) else ""
-        marks = special_tokens(self.tokenizer).finditer(text)
-        return text if any(mark.end() == len(text) for mark in marks) else ""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        last = self.tokenizer.added_tokens_decoder.get(ids[-1]) if ids else None
+        return ids if last and last.special else []
 
     def answer_ids(self, message: Message, chat: ChatFormat) -> list[int]:
         """Encodes an answer with its end: its text, or the template's rendering of calls, thoughts and parts."""
         content = message.get("content")
         if isinstance(content, str) and message.keys() == {"role", "content"}:
-            return [*self.tokenizer.encode(self.opening + content, add_special_tokens=False), self.end_id]
+            return [*self.opening, *self.tokenizer.encode(content, add_special_tokens=False), self.end_id]
         before, whole = chat.render(START, True), chat.render([*START, message], False)
         if not whole.startswith(before):
             raise ValueError(
