@@ -8,7 +8,7 @@ environment spells one out, as `<|im_end|>`, it is encoded as the text that it i
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count
@@ -333,20 +333,35 @@ class ChatFormat:
 
     def _behind(self, messages: list[Message], calls: Sequence[Any]) -> tuple[str, int | None]:
         """Returns the text behind an answer, and the token that ends that there: in gpt-oss's template another than at
-        the end of all. Results of tools stand behind calls where the template takes them so alone."""
+        the end of all."""
         specials = special_tokens(self.tokenizer)
         try:
             text = self._text_behind({"role": "assistant", "content": ANSWER}, messages)
             end = re.match(rf"\s*({specials.pattern})(?=\s*(?:{specials.pattern}))", text)
             return text, self.tokenizer.convert_tokens_to_ids(end[1]) if end and self.terminator is not None else None
         except ValueError:
-            for turns in turns_of_results(messages, calls):
-                with suppress(ValueError, TypeError, TemplateError):
-                    text = self._text_behind(*turns)
-                    alone = self.render([*START, turns[0]], generation_prompt=False).partition(ANSWER)[2]
-                    if ends := [mark for mark in specials.finditer(text) if alone.startswith(text[: mark.end()])]:
-                        return text[ends[-1].start() :], self.tokenizer.convert_tokens_to_ids(ends[-1][0])
+            names = names_of_results(messages, calls)
+            if behind := self._behind_calls(messages, names) if names else None:
+                return behind[0], self.tokenizer.convert_tokens_to_ids(behind[1])
             raise
+
+    def _behind_calls(self, messages: list[Message], names: list[str]) -> tuple[str, str] | None:
+        """As `_behind`, with a call of its tool before each result, as some templates take results so alone; the end is
+        a text."""
+        with suppress(ValueError, TypeError, TemplateError):
+            answer, told = turn_of_results(messages, names)
+            text = self._text_behind(answer, told)
+            alone = self.render([*START, answer], generation_prompt=False).partition(ANSWER)[2]
+            marks = special_tokens(self.tokenizer).finditer(text)
+            if ends := [mark for mark in marks if alone.startswith(text[: mark.end()])]:
+                return text[ends[-1].start() :], ends[-1][0]
+        if len(names) > 1:  # gpt-oss's template has one call in a message
+            cut = [place for place, message in enumerate(messages) if message["role"] == "tool"][1]
+            first, rest = self._behind_calls(messages[:cut], names[:1]), self._behind_calls(messages[cut:], names[1:])
+            if first and rest:
+                opening = self.render(START, True).removeprefix(self.render(START, False))
+                return first[0].removesuffix(opening) + rest[0].removeprefix(rest[1]), first[1]
+        return None
 
     def _text_behind(self, answer: Message, messages: list[Message]) -> str:
         """Returns what the template writes behind the ANSWER in a message when `messages` follow it."""
@@ -383,18 +398,21 @@ def messages_named(messages: list[Message]) -> str:
     return f"messages of the role {roles}"
 
 
-def turns_of_results(messages: list[Message], calls: Sequence[Any]) -> Iterator[tuple[Message, list[Message]]]:
-    """Yields an assistant's message that calls for each result of a tool in `messages`, and one that calls for the
-    first alone, each with the messages behind it; the ANSWER is in the last call's arguments."""
+def names_of_results(messages: list[Message], calls: Sequence[Any]) -> list[str]:
+    """Returns the names of the tools whose results are in `messages`, as these say or the calls do."""
     names = {call.get("id", place): call.get("function", call)["name"] for place, call in enumerate(calls)}
+    results = enumerate(message for message in messages if message["role"] == "tool")
+    return [each.get("name") or names.get(each.get("tool_call_id") or place, "tool") for place, each in results]
+
+
+def turn_of_results(messages: list[Message], names: list[str]) -> tuple[Message, list[Message]]:
+    """Returns an assistant's message that calls the tools of these names, and the messages with their results behind
+    it; the ANSWER is in the last call's arguments."""
     results = [message for message in messages if message["role"] == "tool"]
     ids = [result.get("tool_call_id") or f"{place:09}" for place, result in enumerate(results)]  # Mistral's have 9
     each_id = iter(ids)
     told = [each | {"tool_call_id": next(each_id)} if each["role"] == "tool" else each for each in messages]
-    for size in dict.fromkeys((len(results), 1) if results else ()):
-        made = []
-        for place, result in enumerate(results[:size]):
-            name = result.get("name") or names.get(result.get("tool_call_id") or place, "tool")
-            function = {"name": name, "arguments": {ANSWER: 0} if place == size - 1 else {}}
-            made.append({"id": ids[place], "type": "function", "function": function})
-        yield {"role": "assistant", "content": "", "tool_calls": made}, told
+    functions = [{"name": name, "arguments": {}} for name in names]
+    functions[-1]["arguments"] = {ANSWER: 0}
+    calls = [{"id": one, "type": "function", "function": each} for one, each in zip(ids, functions, strict=True)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}, told

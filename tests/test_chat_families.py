@@ -306,11 +306,18 @@ def test_behind_a_call_stands_what_the_template_writes_of_the_whole_conversation
 
 
 def test_each_of_several_results_stands_behind_calls_if_the_template_takes_more_than_one():
-    results = [{"role": "tool", "content": text, "name": text[0]} for text in ("nine", "</s>")]
-    texts = [chat_of(family).increment_text(results) for family in sorted(BEHIND_CALLS)]
+    """gpt-oss's template writes one call of a message, and the results behind it by its name."""
+    results = [{"role": "tool", "content": text, "tool_call_id": f"id_of_{text}"} for text in ("nine", "</s>", "six")]
+    calls = [call({}, each["tool_call_id"]) for each in results[1:]]
+    calls[0]["function"] = {"name": "sub", "arguments": {}}
+    results[0]["name"] = "mul"
+    texts = [chat_of(family).increment_text([*results, USER], calls) for family in sorted(BEHIND_CALLS)]
+    told = [("mul", "nine"), ("sub", "</s>"), ("add", "six")]
     assert texts == [
-        "</s>[TOOL_RESULTS] nine[/TOOL_RESULTS][TOOL_RESULTS] </s>[/TOOL_RESULTS]",
-        '<|eot|><|start|>tool n<|stop|>"nine"<|end|><|start|>tool n<|stop|>"</s>"<|end|><|start|>assistant',
+        "</s>" + "".join(f"[TOOL_RESULTS] {text}[/TOOL_RESULTS]" for _, text in told) + "[INST] ask[/INST]",
+        "<|eot|>"
+        + "".join(f'<|start|>tool {name}<|stop|>"{text}"<|end|>' for name, text in told)
+        + "<|start|>user<|stop|>ask<|end|><|start|>assistant",
     ]
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class EpisodeRows:
     """Groups the rows of a batch by episode: by the column episode; without it, each row is one.
 
-    Rows of an episode stand in the order of its turns, whatever stands between them.
+    Rows of an episode stand in the order of its turns, or a program's by their tokens, whatever stands between them.
 
     Attributes:
         count: E; episodes are numbered in the order of their first rows.

@@ -44,15 +44,14 @@ from extras.server.bodies import (
     with_text,
 )
 from extras.server.dialects import model_card, serve_dialects
-from extras.server.gate import CLIENT_GONE, Gate, server_config
+from extras.server.gate import CLIENT_GONE, RETRY_SECONDS, Gate, server_config
 from extras.server.refusals import TooLong, error_body, refuse, refuse_body
 from extras.server.streaming import StreamingEngine
 from workers.engine_pump import EngineError
 
 LOOK_SECONDS = 0.5  # between checks whether a client that waits for a whole answer is still there
-MOST_BYTES = 2 << 20  # of a body
+MOST_BYTES, MOST_HELD = 2 << 20, 1 << 30  # of a body, and of all at once
 MOST_OPEN = 8192  # choices of all requests together that wait or are generated
-RETRY_SECONDS = 5  # after which a request may come again for which there was no room
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE_ERRORS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError)  # of what a client sent
 
@@ -106,7 +105,7 @@ def check_key(api_key: str | None, path: str, headers: dict[bytes, bytes]) -> No
 def build_app(served: Served) -> FastAPI:
     """Returns the API as an ASGI application."""
     app = bare_app()
-    app.add_middleware(Gate, check=partial(check_key, served.api_key), most=MOST_BYTES)
+    app.add_middleware(Gate, check=partial(check_key, served.api_key), most=MOST_BYTES, most_held=MOST_HELD)
 
     @app.get("/health")
     async def health() -> Json:

@@ -5,6 +5,7 @@ Behind it are the API of a model and the sessions of programs, as clients of bot
 
 import asyncio
 import resource
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -21,6 +22,7 @@ from extras.server.refusals import refuse
 CLIENT_GONE = 499  # nobody reads the answer
 HEADER_SECONDS, BODY_SECONDS = 20, 60  # that a client may take to send them
 MOST_CONNECTIONS = 4096  # of a process, which keeps a third of its descriptors for other things
+RETRY_SECONDS = 5  # after which a request may come again for which there was no room
 BACKLOG = 256  # connections that are accepted before the first of them is counted
 
 
@@ -70,31 +72,51 @@ def server_config(app: ASGIApp, **settings: Any) -> uvicorn.Config:
 
 class Gate:
     """Passes on to `app` the requests that `check` refuses by no HTTPException, with a body of at most `most` bytes in
-    BODY_SECONDS. An ExitStack in their scope, `ending`, is closed when they are over."""
+    BODY_SECONDS. An ExitStack in their scope, `ending`, is closed when they are over.
 
-    def __init__(self, app: ASGIApp, check: Callable[[str, dict[bytes, bytes]], object], most: int) -> None:
-        self.app, self.check, self.most = app, check, most
+    Of the requests for which `check` returns one thing, a session, the bodies have at most `most_held` bytes at once.
+    """
+
+    def __init__(
+        self, app: ASGIApp, check: Callable[[str, dict[bytes, bytes]], object], most: int, most_held: int
+    ) -> None:
+        self.app, self.check, self.most, self.most_held = app, check, most, most_held
+        self.held: Counter[object] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
-        try:
-            self.check(scope["path"], headers)
-            body = await read_body(headers, receive, self.most)
-        except HTTPException as error:
-            return await (await refuse(None, error))(scope, receive, send)
-        messages = [{"type": "http.request", "body": body}]
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
         with ExitStack() as scope["ending"]:
+            try:
+                hold = partial(self.hold, self.check(scope["path"], headers), scope["ending"])
+                body = await read_body(headers, receive, self.most, hold)
+            except HTTPException as error:
+                return await (await refuse(None, error))(scope, receive, send)
+            messages = [{"type": "http.request", "body": body}]
+
+            async def replay() -> Message:
+                return messages.pop() if messages else await receive()
+
             return await self.app(scope, replay, send)
 
+    def hold(self, owner: object, ending: ExitStack, size: int) -> None:
+        """Counts bytes of a body until its request is over; raises HTTPException where they are too many together."""
+        self.held[owner] += size
+        ending.callback(self.release, owner, size)
+        if self.held[owner] > self.most_held:
+            detail = f"the requests under way have more than {self.most_held} bytes together: come again later"
+            raise HTTPException(503, detail, {"Retry-After": str(RETRY_SECONDS)})
 
-async def read_body(headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
-    """Returns the body of a request; raises HTTPException if it is too long, or does not come to its end in time."""
+    def release(self, owner: object, size: int) -> None:
+        self.held[owner] -= size
+        if not self.held[owner]:
+            del self.held[owner]
+
+
+async def read_body(headers: dict[bytes, bytes], receive: Receive, most: int, hold: Callable[[int], None]) -> bytes:
+    """Returns the body of a request, whose bytes are given to `hold` as they come; raises HTTPException if it is too
+    long, or does not come to its end in time."""
     body, more, size = bytearray(), True, int(headers.get(b"content-length", 0))
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -103,6 +125,7 @@ async def read_body(headers: dict[bytes, bytes], receive: Receive, most: int) ->
                 if message["type"] == "http.disconnect":
                     raise HTTPException(CLIENT_GONE, "the client has left")
                 body += message.get("body", b"")
+                hold(len(message.get("body", b"")))
                 more = message.get("more_body", False)
     except TimeoutError as error:
         raise HTTPException(408, f"the body has not come within {BODY_SECONDS} seconds") from error

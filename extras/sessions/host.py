@@ -32,7 +32,7 @@ from extras.server.dialects import model_card, serve_dialects
 from extras.server.gate import Gate, server_config
 from extras.sessions.session import Session
 
-MOST_BYTES = 64 << 20  # of a body, which may hold a long history with images
+MOST_BYTES = 64 << 20  # of a body, which may hold a long history with images; of a session, of four at once
 KEPT = 1 << 16  # bytes of the end of what a program writes
 LOOK_SECONDS = 0.02  # between two checks whether a program has ended
 READ_SECONDS = 1  # to read its last output then
@@ -116,7 +116,7 @@ def build_app(sessions: dict[str, Session]) -> FastAPI:
     def session_at(path: str, _: object) -> Session:
         return session_of(path.removeprefix("/s/").partition("/")[0] or path)
 
-    app.add_middleware(Gate, check=session_at, most=MOST_BYTES)
+    app.add_middleware(Gate, check=session_at, most=MOST_BYTES, most_held=4 * MOST_BYTES)
 
     @app.get("/s/{key}/v1/models")
     async def models(key: str) -> Json:

@@ -22,7 +22,7 @@ from data.types import Row, Sample, check_reward
 from extras.server.app import TEMPLATE_ERRORS
 from extras.server.bodies import Json
 from extras.sessions.host import Host, Running, host_of, last_lines, program_environment
-from extras.sessions.session import Session, Speech
+from extras.sessions.session import Session, Speech, samples_of, teaches
 from extras.sessions.settings import FUNCTION
 from training.environment import AGENT_KEY, PROGRAM, Agent
 from training.episode_rows import BROUGHT
@@ -139,7 +139,7 @@ class ProgramEpisode(UsersEpisode):
             if error.end_reason == "env_error" and session.reward.done():
                 notice_once(f"a program failed after it had posted a reward, which counts: {error}", "posted")
                 reward, failure = session.reward.result(), None
-        if failure is None and not any(row.teaches for row in session.rows):
+        if failure is None and not any(map(teaches, session.turns.values())):
             nothing = "it ended without asking the policy at base_url for an answer to learn from"
             failure = EpisodeFailed("env_error", session.refusal or nothing)
         return self._rows(session, reward, failure)
@@ -152,15 +152,15 @@ class ProgramEpisode(UsersEpisode):
     def _rows(self, session: Session, reward: float | None, failure: EpisodeFailed | None) -> list[Sample]:
         """Returns the rows of an episode that is over. If its program failed because the context was full, the reward
         is the posted one, or 0."""
-        rows = session.in_order(reward is None)
-        samples = [row.sample for row in rows] or [Sample(self.prompt_ids)]
+        rows = session.rows(reward is None)
+        samples = samples_of(rows) or [Sample(self.prompt_ids)]
         if session.aborted:
             failure = EpisodeFailed("aborted", session.aborted)
         if failure is not None and not (session.is_full and failure.end_reason == "env_error"):
             last = last_lines(session.errors, 3) if failure.end_reason == "timeout" else ""
             text = f"{KEY}={self.rollout.agent.program}: {failure}{last and f'; its last lines: {last}'}"
             return finish_samples(samples, failure.end_reason, {BROUGHT: 0.0}, session.requests, text)
-        end = end_of(rows[-1].ends[-1].finish_reason, session.limits.response - len(rows[-1].sample.token_ids))
+        end = end_of(rows[-1][-1].part.finish_reason, session.limits.response - len(samples[-1].token_ids))
         reason = "context_full" if session.is_full else end
         metrics = {"unproven": session.unproven_share, "rows": len(samples)}
         finish_samples(samples, reason, {"__agent_metrics__": metrics, BROUGHT: 0.0}, session.requests)

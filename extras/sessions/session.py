@@ -1,19 +1,20 @@
 """Answers the requests of one episode by the policy, and keeps the conversation as the rows that are trained on.
 
-A request that begins with all messages of a row continues that row: the policy reads the ids that it has sampled, and
-the chat template's text behind them. A request that leaves a row at an earlier answer begins a row of its own from the
-ids up to there, and one with another history begins from the history that it claims; neither beginning is trained on.
-Only the tokens that `_draw` appends, as the engine returned them, count as the policy's.
+A request that begins with all messages up to an answer goes on from it: the policy reads the ids that it has sampled,
+and the chat template's text behind them. One with another history begins from the history that it claims. When the
+episode is over, its turns become rows: of those that go on from one answer the first stands in its row, and each other
+in a row of its own, by their tokens and not by the clock. Only tokens of an answer, as the engine returned them, count
+as the policy's, each in one row.
 """
 
 import asyncio
 import json
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
-from operator import eq
+from itertools import accumulate, chain, count
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
 from data.chat import ChatFormat, encode_prompt, tool_kwargs
+from data.seeding import derive_seed
 from data.tool_parsers import ToolParser
 from data.types import Completion, Message, Sample
 from extras.server.app import TEMPLATE_ERRORS, chat_prompt, completion_prompts, events, while_awaited
@@ -30,7 +32,7 @@ from extras.server.refusals import TooLong
 from workers.agents.episode import Asked, EpisodeFailed, Limits, Policy
 from workers.engine_pump import EngineError
 
-OF_IDS = {"prompt": "as ids"}  # stands for the template of rows that have none
+OF_IDS = 0  # number of the turns that have no messages
 OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")  # what draws depend on
 LEAVE_SECONDS = 0.05  # between the first chunk of a stream and the next, for a client that leaves at the first
 
@@ -52,46 +54,39 @@ class Speech:
     encoder: Executor
 
 
-@dataclass(frozen=True)
-class End:
-    """The end of an answer in a row: after so many messages and tokens; `stopped`: by a stop id."""
-
-    messages: int
-    tokens: int
-    stopped: bool
-    finish_reason: str
-
-
 @dataclass(eq=False)
-class Branch:
-    """A row that grows: what was said in it, by `key_of`, and its tokens.
+class Turn:
+    """What the policy was told behind another turn, or first (`parent` None), and what it answered.
 
     Attributes:
-        template: arguments of its chat template, tools among them.
-        busy: whether a request is being answered in it; `forks`: and another came that goes on from the same end.
-        rounds: of its first and of its last answer.
+        told: token ids; of those of a first turn, `start` are the prompt of its row.
+        digest: of all that was told and answered so far.
+        stopped: whether the answer ended by a stop id.
+        round: of its request.
     """
 
-    template: dict[str, Any]
-    sample: Sample
-    keys: list[str] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
-    busy: bool = False
-    forks: bool = False
-    rounds: tuple[int, int] = (0, 0)
+    parent: "Turn | None"
+    told: list[int]
+    start: int
+    part: Part
+    version: int | list[int]
+    is_trained: bool
+    stopped: bool
+    round: int
+
+    def __post_init__(self) -> None:
+        self.digest = derive_seed(self.parent.digest if self.parent else 0, *self.told, *self.part.token_ids)
+
+    def chain(self) -> "list[Turn]":
+        """Returns the turns of its conversation, up to this one."""
+        turns = [self]
+        while turns[-1].parent is not None:
+            turns.append(turns[-1].parent)
+        return turns[::-1]
 
     @property
     def ids(self) -> list[int]:
-        return [*self.sample.prompt_ids, *self.sample.token_ids]
-
-    @property
-    def teaches(self) -> bool:
-        return any(self.sample.policy_mask)
-
-    def last_end(self, keys: list[str]) -> End | None:
-        """Finds the last answer up to which all messages agree with a request's; the request continues after it."""
-        common = sum(takewhile(bool, map(eq, self.keys, keys)))
-        return next((end for end in reversed(self.ends) if end.messages <= min(common, len(keys) - 1)), None)
+        return [token_id for turn in self.chain() for token_id in (*turn.told, *turn.part.token_ids)]
 
 
 @dataclass(eq=False)
@@ -108,9 +103,9 @@ class Session:
     """The policy as one episode's program asks it, from the event loop of the server.
 
     Attributes:
-        rows: in the order of their last answers.
+        turns: by all messages so far, as `_answer` numbers them.
         requests: so far; a round of them begins where none is under way.
-        refusal: of a request that had no room for an answer, until one is answered; `is_full`: and whose row goes on.
+        refusal: of a request that had no room for an answer, until one is answered; `is_full`: and that goes on.
         aborted: what the engine did not answer.
         errors: the end of the program's stderr.
         reward: what the program has posted.
@@ -119,11 +114,12 @@ class Session:
 
     def __init__(self, policy: Policy, limits: Limits, loop: asyncio.AbstractEventLoop, speech: Speech) -> None:
         self.policy, self.limits, self.loop, self.speech = policy, limits, loop, speech
-        self.rows: list[Branch] = []
+        self.turns: defaultdict[int, list[Turn]] = defaultdict(list)
+        self.claims: Counter[str] = Counter()  # what requests say that the policy has answered
         self.answers: set[str] = set()
         self.asked = Asked()
         self.under_way: set[asyncio.Task[Any]] = set()
-        self.requests = self.rounds = self.waiting = self.claimed = self.unproven = 0
+        self.requests = self.rounds = self.waiting = 0
         self.refusal = self.aborted = ""
         self.is_full = False
         self.errors = bytearray()
@@ -136,17 +132,26 @@ class Session:
     @property
     def unproven_share(self) -> float:
         """Returns the share, in characters, of the requests' assistant messages that this session never answered."""
-        return self.unproven / max(1, self.claimed)
+        sizes = {claim: times * len(claim) for claim, times in self.claims.items()}
+        return sum(sizes[claim] for claim in sizes.keys() - self.answers) / max(1, sum(sizes.values()))
 
-    def in_order(self, last_is_scored: bool) -> list[Branch]:
-        """Lists the rows by the rounds in which they began, and by ids, so that the order does not depend on which of
-        several requests came first; those that teach nothing go before, and what the run scores to the end."""
-        last = max(self.rows, key=lambda row: (row.teaches, row.rounds[::-1], row.ids), default=None)
-        rows = sorted(self.rows, key=lambda row: (row.teaches, last_is_scored and row is last, row.rounds[0], row.ids))
-        numbers: dict[int, int] = {}
-        for row in rows:
-            row.sample.turns = [numbers.setdefault(turn, len(numbers)) for turn in row.sample.turns]
-        return rows
+    def rows(self, last_is_scored: bool) -> list[list[Turn]]:
+        """Returns the turns as rows, in an order that does not depend on which of several requests came first: by their
+        tokens, a row before those that leave it. Those that teach nothing go before, and what the run scores to the
+        end: the row that was answered last."""
+        paths: dict[Turn, list[list[int]]] = {}
+        for turn in chain.from_iterable(self.turns.values()):
+            paths[turn] = [ids for each in turn.chain() for ids in (each.told, each.part.token_ids)]
+        rows: list[list[Turn]] = []
+        ends: defaultdict[int, list[list[Turn]]] = defaultdict(list)  # rows, by what they end with
+        for turn in sorted(paths, key=lambda turn: (paths[turn], turn.is_trained)):
+            of_parent = ends[turn.parent.digest] if turn.parent else []
+            row = of_parent.pop() if of_parent else []
+            rows += [] if row else [row]
+            row.append(turn)
+            ends[turn.digest].append(row)
+        last = max(rows, key=lambda row: (teaches(row), row[-1].round, paths[row[-1]]), default=None)
+        return sorted(rows, key=lambda row: (teaches(row), last_is_scored and row is last))
 
     async def respond(self, body: ChatBody | CompletionBody, request: Request) -> Response:
         """Answers a request, whole or as a stream, by the next turn of a row."""
@@ -205,30 +210,17 @@ class Session:
     async def _answer(self, asking: Asking) -> tuple[ResponseBuilder, Part]:
         messages = chat_prompt(asking.body)
         keys, template = [key_of(message) for message in messages], self._template(asking.body)
-        claims = [key for key, message in zip(keys, messages, strict=True) if message["role"] == "assistant"]
-        self.claimed += sum(map(len, claims))
-        self.unproven += sum(len(key) for key in claims if key not in self.answers)
-        row, end = max(
-            ((row, end) for row in self.rows if row.template == template and (end := row.last_end(keys))),
-            key=lambda pair: (pair[1].messages, not pair[0].busy and pair[1] is pair[0].ends[-1]),
-            default=(None, None),
-        )
-        is_end = row is not None and end is row.ends[-1]
-        if is_end:
-            row.forks = row.busy
-        goes_on = is_end and not row.busy
-        branch = row if goes_on else Branch(template, Sample([]))
-        branch.busy = True
-        try:
-            prompt = await self._encode(template, messages, (row.ids[: end.tokens], end) if row else None)
-            if not goes_on or prompt[: end.tokens] != row.ids:
-                branch.busy, branch = False, Branch(template, Sample(prompt[: self.speech.width]))
-            return await self._draw(branch, prompt[len(branch.ids) :], keys, asking)
-        finally:
-            branch.busy = False
+        self.claims.update(key for key, message in zip(keys, messages, strict=True) if message["role"] == "assistant")
+        first = derive_seed(0, json.dumps(template, sort_keys=True, default=repr))
+        numbers = [*accumulate(keys, derive_seed, initial=first)]  # of what begins with no message, with one, …
+        size = next((size for size in range(len(keys) - 1, 0, -1) if numbers[size] in self.turns), 0)
+        behind = max(self.turns[numbers[size]], key=lambda turn: turn.ids) if size else None
+        prompt = await self._encode(template, messages, size, behind)
+        goes_on = behind is not None and prompt[: len(behind.ids)] == behind.ids
+        return await self._draw(prompt, behind if goes_on else None, numbers[-1], asking)
 
     async def _complete(self, asking: Asking) -> tuple[ResponseBuilder, Part]:
-        """Answers a prompt without messages in the row of such prompts that it goes on from, id by id, or a new one."""
+        """Answers a prompt without messages behind the turn of such prompts that it goes on from, id by id, or none."""
         body, tokenizer = asking.body, self.speech.tokenizer
         prompt, *more = completion_prompts(body) or [""]
         if more or body.echo or body.alternatives is not None:
@@ -236,34 +228,26 @@ class Session:
         ids = encode_prompt(prompt, tokenizer) if isinstance(prompt, str) else prompt
         if not ids or max(ids) >= len(tokenizer):
             raise HTTPException(400, f"prompt: it must have token ids, of those up to {len(tokenizer) - 1}")
-        rows = [row for row in self.rows if row.template == OF_IDS and row.ids == ids[: len(row.ids)]]
-        row = max(rows, key=lambda row: len(row.ids), default=None)
-        if row is not None:
-            row.forks = row.busy
-        branch = Branch(OF_IDS, Sample(ids[: self.speech.width])) if row is None or row.busy else row
-        branch.busy = True
-        try:
-            return await self._draw(branch, ids[len(branch.ids) :], [], asking)
-        finally:
-            branch.busy = False
+        begins = (turn for turn in self.turns[OF_IDS] if turn.ids == ids[: len(turn.ids)] != ids)
+        behind = max(begins, key=lambda turn: len(turn.ids), default=None)
+        return await self._draw(ids, behind, OF_IDS, asking)
 
     def _template(self, body: ChatBody) -> dict[str, Any]:
         tools = tool_kwargs(body.tools or [], self.speech.parser, self.speech.tokenizer)
         return {**self.speech.template, **tools, **body.for_template}
 
     async def _encode(
-        self, template: dict[str, Any], messages: list[Message], behind: tuple[list[int], End] | None
+        self, template: dict[str, Any], messages: list[Message], size: int, behind: Turn | None
     ) -> list[int]:
-        """Returns the ids of a prompt: `behind` the ids until an answer, if the template appends what follows it, or of
-        all `messages`."""
+        """Returns the ids of a prompt: `behind` the turn of the first `size` messages, if the template appends what
+        follows them, or of all `messages`."""
 
         def encode() -> list[int]:
             chat = ChatFormat(self.speech.tokenizer, template)
             with suppress(ValueError, *TEMPLATE_ERRORS):
                 if behind is not None:
-                    ids, end = behind
-                    calls = messages[end.messages - 1].get("tool_calls", ())
-                    return [*ids, *chat.increment(messages[end.messages :], end.stopped, ids[-1], calls)]
+                    ids, calls = behind.ids, messages[size - 1].get("tool_calls", ())
+                    return [*ids, *chat.increment(messages[size:], behind.stopped, ids[-1], calls)]
             return chat.prompt_ids(messages)
 
         try:
@@ -272,44 +256,42 @@ class Session:
             raise HTTPException(400, f"messages: the chat template refuses them: {error}") from error
 
     async def _draw(
-        self, branch: Branch, context: list[int], keys: list[str], asking: Asking
+        self, prompt: list[int], behind: Turn | None, number: int, asking: Asking
     ) -> tuple[ResponseBuilder, Part]:
-        """Lets the policy read `context` in a row and answer it, and adds both to the row if the client is there."""
+        """Lets the policy answer a prompt, and adds the turn to those of the messages `number` if the client is there.
+
+        There is as much room for it as in the row that it goes on in, as others may go on from there too.
+        """
         body, tokenizer = asking.body, self.speech.tokenizer
-        room = self.limits.response - len(branch.sample.token_ids) - len(context)
-        prompt = [*branch.ids, *context]
+        start = behind.start if behind else min(len(prompt), self.speech.width)
+        room = start + self.limits.response - len(prompt)
         if room < 1:
-            longest = len(branch.sample.prompt_ids) + self.limits.response
             self.refusal = (
-                f"messages: they have {len(prompt)} tokens, and the maximum context length is {longest} with an answer "
-                "(context_length_exceeded): raise data.max_prompt_length or data.max_response_length"
+                f"messages: they have {len(prompt)} tokens, and the maximum context length is {len(prompt) + room} "
+                "with an answer (context_length_exceeded): raise data.max_prompt_length or data.max_response_length"
             )
-            self.is_full |= bool(branch.ends)
+            self.is_full |= behind is not None
             raise TooLong(400, self.refusal)
-        turn, self.requests = self.requests, self.requests + 1
+        self.requests += 1
         form = ResponseBuilder(body, [prompt], lambda token_id: tokenizer.decode([token_id]), self.speech.parser)
         asking.begun.set_result(form)
         sampling = self.policy.sampling
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *(body.stop_token_ids or ())))
         most = min(room, self.limits.answer, body.longest or room)
-        work = self.policy.answer(prompt, most, self.asked.number(prompt), sampling)
+        draw = self.asked.number(prompt, most, body.train is not False, *body.stops, *sampling.stop_token_ids)
+        work = self.policy.answer(prompt, most, draw, sampling)
         done, _ = await asyncio.gather(self._ask(work), asyncio.sleep(LEAVE_SECONDS if body.stream else 0))
         part = read_piece(TokenText(tokenizer, body.stops), done)
         if await asking.request.is_disconnected() or self.over.done():
             return form, part  # to nobody
-        if branch.forks:  # each of those that go on from one end at once has a row, whichever came first
-            branch, context = Branch(branch.template, Sample(prompt[: self.speech.width])), prompt[self.speech.width :]
         answer = key_of(with_text({"role": "assistant", "content": part.text, **form.calls(part)}))
         ends_turn = done.token_ids[-1] in self.policy.pump.engine.all_stop_ids(self.policy.sampling)
         stopped = done.finish_reason == "stop" and len(part.token_ids) == len(done.token_ids) and ends_turn
-        sample, version, is_trained = branch.sample, done.weight_version, body.train is not False
-        sample.extend(context, None, policy=False, turn=sample.turns[-1] if sample.turns else turn)
+        told, version = prompt[len(behind.ids) if behind else 0 :], done.weight_version
         version = version if isinstance(version, int) else version[: len(part.token_ids)]
-        sample.extend(part.token_ids, part.log_probs if is_trained else None, is_trained, version, turn)
-        branch.keys, branch.rounds = [*keys, answer], (branch.rounds[0] or asking.round, asking.round)
-        branch.ends.append(End(len(branch.keys), len(branch.ids), stopped, part.finish_reason))
+        turn = Turn(behind, told, start, part, version, body.train is not False, stopped, asking.round)
+        self.turns[derive_seed(number, answer) if number else OF_IDS].append(turn)
         self.answers.add(answer)
-        self.rows = [*(row for row in self.rows if row is not branch), branch]
         self.refusal, self.is_full = "", False
         return form, part
 
@@ -328,6 +310,26 @@ class Session:
             self.aborted = "the engine aborted a request" if done.token_ids else "the engine answered without a token"
             raise EngineError(self.aborted)
         return done
+
+
+def teaches(row: list[Turn]) -> bool:
+    return any(turn.is_trained for turn in row)
+
+
+def samples_of(rows: list[list[Turn]]) -> list[Sample]:
+    """Returns rows as samples; what stands before the first turn of one is context, and turns are numbered through."""
+    samples, numbers = [], count()
+    for row in rows:
+        first = row[0]
+        opening = [*(first.parent.ids if first.parent else ()), *first.told]
+        sample = Sample(opening[: first.start])
+        for turn, number in zip(row, numbers):  # noqa: B905  (numbers never end)
+            part, told = turn.part, opening[first.start :] if turn is first else turn.told
+            sample.extend(told, None, policy=False, turn=sample.turns[-1] if sample.turns else number)
+            log_probs = part.log_probs if turn.is_trained else None
+            sample.extend(part.token_ids, log_probs, turn.is_trained, turn.version, number)
+        samples.append(sample)
+    return samples
 
 
 def key_of(message: Message) -> str:

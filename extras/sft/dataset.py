@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, check_reads, load_subclass
-from data.chat import START, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
+from data.chat import ANSWER, START, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
 from data.padding import media_of
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
@@ -319,11 +320,21 @@ class ConversationFormat:
                 yield Part(chat.increment(turn, True, last_id, calls) if place else chat.prompt_ids(turn), False)
             place += len(turn)
 
+    @cached_property
+    def opening(self) -> list[int]:
+        """Token ids that the template writes before an answer's text, if the last is special: gpt-oss's channel."""
+        chat, answer = self.formats[""], {"role": "assistant", "content": ANSWER}
+        before, whole = chat.render(START, True), chat.render([*START, answer], False)
+        text = whole.removeprefix(before).partition(ANSWER)[0] if whole.startswith(before) else ""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        last = self.tokenizer.added_tokens_decoder.get(ids[-1]) if ids else None
+        return ids if last and last.special else []
+
     def answer_ids(self, message: Message, chat: ChatFormat) -> list[int]:
         """Encodes an answer with its end: its text, or the template's rendering of calls, thoughts and parts."""
         content = message.get("content")
         if isinstance(content, str) and message.keys() == {"role", "content"}:
-            return [*self.tokenizer.encode(content, add_special_tokens=False), self.end_id]
+            return [*self.opening, *self.tokenizer.encode(content, add_special_tokens=False), self.end_id]
         before, whole = chat.render(START, True), chat.render([*START, message], False)
         if not whole.startswith(before):
             raise ValueError(

@@ -61,8 +61,8 @@ class Asked(Counter[int]):
     """Numbers requests of one episode that may come at once by what they ask and how often that was asked, so that
     their draws do not depend on the order in which they come."""
 
-    def number(self, prompt_ids: Sequence[int]) -> int:
-        digest = derive_seed(0, *prompt_ids)
+    def number(self, prompt_ids: Sequence[int], *ways: int | str) -> int:
+        digest = derive_seed(0, *prompt_ids, *ways)
         self[digest] += 1
         return derive_seed(digest, self[digest])
 

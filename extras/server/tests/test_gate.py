@@ -1,5 +1,6 @@
 """The gate before a server: what hostile clients send to it, bytes on a socket, and who is answered meanwhile."""
 
+import time
 from urllib.request import urlopen
 
 import pytest
@@ -32,6 +33,19 @@ def test_a_body_that_never_ends_is_answered(served, tiny_model, monkeypatch):
         chunked = head.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"\r\n\r\n"
         said = spoken(url, chunked, b"100000\r\n" + b" " * (1 << 20) + b"\r\n", b"200000\r\n" + b" " * (1 << 20))
         assert b" 413 " in said.splitlines()[0] or b" 408 " in said.splitlines()[0]
+
+
+def test_bodies_have_a_bound_together_until_their_requests_are_over(served, tiny_model, monkeypatch):
+    monkeypatch.setattr("extras.server.app.MOST_HELD", 1000)
+    begun = HEAD + b"Content-Length: 600\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n" + b" " * 599
+    with serving(served, compose(tiny_model)) as url:
+        with flood(url, [begun]):
+            said = spoken(url, begun).lower()
+            assert b" 503 " in said.splitlines()[0] and b"retry-after: 5" in said and b"more than 1000 bytes" in said
+        last = time.monotonic() + 30
+        while b" 503 " in (said := spoken(url, begun + b" ")) and time.monotonic() < last:
+            time.sleep(0.01)
+        assert b" 400 " in said.splitlines()[0]  # it is no JSON
 
 
 def test_of_too_many_connections_the_oldest_that_wait_for_their_clients_are_closed(served, tiny_model, monkeypatch):

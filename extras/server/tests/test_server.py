@@ -230,14 +230,14 @@ IMAGE_BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "imag
 
 
 @contextmanager
-def calling(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def calling(folder: Path, name: str = "f", says: str = SAYS) -> Iterator[tuple[str, list[str]]]:
     """A server whose model calls a tool twice, where no results end the prompt, and the prompts that it was given."""
     tokenizer, prompts = AutoTokenizer.from_pretrained(folder), []
 
     class Calling(Rollout):
         def generate(self, requests: list[Request]) -> list[Completion]:
             prompts.extend(tokenizer.decode(request.prompt_ids) for request in requests)
-            said = tokenizer("fine" if "<|end|><|tool|>" in prompts[-1] or '"f"' not in prompts[-1] else SAYS)
+            said = tokenizer("fine" if "<|end|><|tool|>" in prompts[-1] or f'"{name}"' not in prompts[-1] else says)
             ids = said["input_ids"][: min(request.sampling.max_tokens for request in requests)]
             stop = "stop" if len(ids) == len(said["input_ids"]) else "length"
             return [Completion(one.id, ids, [-1.0] * len(ids), stop, 0) for one in requests]

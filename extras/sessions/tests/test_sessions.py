@@ -1,5 +1,6 @@
 """Programs as agents: unchanged clients of OpenAI's API, as commands and as functions, play rows by the policy."""
 
+import asyncio
 import gc
 import json
 import os
@@ -19,12 +20,14 @@ import torch
 from transformers import AutoTokenizer
 
 from configs.errors import ConfigError
+from configs.import_utils import load_named
 from configs.schema import ModelConfig
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.protocol import DataProto
 from data.types import Completion, Request, SamplingParams
 from extras.sandbox.run import fences
+from extras.server.tests.test_server import calling
 from tests.engines import Scripted
 from tests.runs import compose, learning_metrics, run_main
 from tests.test_chat_families import template_of
@@ -80,10 +83,12 @@ def prompts(count: int = 1, **columns: Any) -> DataProto:
     return DataProto.from_single_dict(rows | columns)
 
 
-def play(config: Any, rows: DataProto | None = None, engine: Any = None, answer: Any = None) -> DataProto:
+def play(
+    config: Any, rows: DataProto | None = None, engine: Any = None, answer: Any = None, first_row: int = 0
+) -> DataProto:
     engine = engine or Scripted(config, TOKENIZER, answer or (lambda text, times: "12"))
     loop = AgentLoop(config, TOKENIZER, engine, None)
-    return loop.generate_sequences(assign_agents(rows or prompts(), config), SAMPLED, seed=7, first_row=0)
+    return loop.generate_sequences(assign_agents(rows or prompts(), config), SAMPLED, seed=7, first_row=first_row)
 
 
 def command(folder: Path, text: str, head: str = CLIENT) -> str:
@@ -185,7 +190,7 @@ def test_what_a_program_claims_is_context_and_rows_of_another_history_stand_apar
 
 
 def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path):
-    """Whole and streamed answers are alike, and go on in their row; two requests at once do not share one."""
+    """Whole and streamed answers are alike, and go on in their row; of two requests at once one does."""
     agent = function(tmp_path, """
         import asyncio, json, openai
         TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -208,11 +213,11 @@ def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path)
     answers = {"?": calls, "7": "fine"}
     config = settings(agent, "data.max_prompt_length=900", response=400)
     batch = play(config, answer=lambda text, times: sleep(0.2) or answers.get(text[-1], "123"))
-    assert batch.failure.tolist() == [None] * 4, batch.failure
-    first, *rows = [shown(batch, row) for row in range(4)]
-    assert [first[1], first[3]] == [f"{calls}<|end|>", "fine<|end|>"] and len(first) == 4
-    assert [told[-22:] for told, _ in rows[:2]] == [f">{more}<|end|><|assistant|>" for more in "xy"]
-    assert [said for _, said in rows] == ["123<|end|>", "123<|end|>", "12"]
+    assert batch.failure.tolist() == [None] * 3, batch.failure
+    first, left, stopped = [shown(batch, row) for row in range(3)]
+    assert first[1::2] == [f"{calls}<|end|>", "fine<|end|>", "123<|end|>"]
+    x, y = (f"<|user|>{more}<|end|><|assistant|>" for more in "xy")
+    assert first[4] == x and left == ["".join(first[:4]) + y, "123<|end|>"] and stopped[1] == "12"
 
 
 LEAVES = {  # how a client asks for the first answer: whether that reaches it
@@ -405,7 +410,7 @@ CLIENTS = {  # by package: an agent that has its two calls answered, and asks ag
         def agent(base_url, api_key, messages):
             client, items = openai.OpenAI(base_url=base_url, api_key=api_key), messages
             for stream in (False, True, False):
-                asked = {"model": "m", "input": items, "tools": [{"type": "function", **FUNCTION}], "stream": stream}
+                asked = {"model": "tiny", "input": items, "tools": [{"type": "function", **FUNCTION}], "stream": stream}
                 response = client.responses.create(**asked)
                 response = [*response][-1].response if stream else response
                 for item in response.output:
@@ -419,7 +424,7 @@ CLIENTS = {  # by package: an agent that has its two calls answered, and asks ag
             client = anthropic.Anthropic(base_url=base_url, api_key=api_key)
             tools = [{"name": "add", "input_schema": FUNCTION["parameters"]}]
             for stream in (False, True, False):
-                asked = {"model": "m", "max_tokens": 400, "tools": tools, "messages": messages}
+                asked = {"model": "tiny", "max_tokens": 400, "tools": tools, "messages": messages}
                 if stream:
                     with client.messages.stream(**asked) as events:
                         reply = events.get_final_message()
@@ -436,7 +441,7 @@ CLIENTS = {  # by package: an agent that has its two calls answered, and asks ag
             return "7"
         async def agent(base_url, api_key, messages):
             client, items = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), messages
-            model = agents.OpenAIResponsesModel("m", client)
+            model = agents.OpenAIResponsesModel("tiny", client)
             adds = agents.Agent("adds", instructions="Add!", model=model, tools=[add])
             run = agents.RunConfig(tracing_disabled=True)
             items = (await agents.Runner.run(adds, items, run_config=run)).to_input_list()
@@ -447,17 +452,20 @@ CLIENTS = {  # by package: an agent that has its two calls answered, and asks ag
     "langchain_openai": """
         from langchain_core.messages import ToolMessage
         def agent(base_url, api_key, messages):
-            model = langchain_openai.ChatOpenAI(model="m", base_url=base_url, api_key=api_key, use_responses_api=True)
-            model = model.bind_tools([{"type": "function", "function": FUNCTION}])
-            for stream in (False, True, False):
-                reply = functools.reduce(operator.add, model.stream(messages)) if stream else model.invoke(messages)
-                results = [ToolMessage("7", tool_call_id=call["id"]) for call in reply.tool_calls]
-                messages += [reply, *(results or [AGAIN])]
+            asked = {"base_url": base_url, "api_key": api_key}
+            for by_responses in (False, True):
+                told = [*messages]
+                model = langchain_openai.ChatOpenAI(model="tiny", use_responses_api=by_responses, **asked)
+                model = model.bind_tools([{"type": "function", "function": FUNCTION}])
+                for stream in (False, True, False):
+                    reply = functools.reduce(operator.add, model.stream(told)) if stream else model.invoke(told)
+                    results = [ToolMessage("7", tool_call_id=call["id"]) for call in reply.tool_calls]
+                    told += [reply, *(results or [AGAIN])]
     """,
     "litellm": """
         def agent(base_url, api_key, messages):
             asked = {"api_base": base_url, "api_key": api_key}
-            for model in ("openai/m", "anthropic/m"):
+            for model in ("openai/tiny", "anthropic/tiny"):
                 told = [*messages]
                 for stream in (False, True, False):
                     tools = [{"type": "function", "function": FUNCTION}]
@@ -467,33 +475,51 @@ CLIENTS = {  # by package: an agent that has its two calls answered, and asks ag
                     results = [{"role": "tool", "tool_call_id": call.id, "content": "7"}
                                for call in reply.tool_calls or []]
                     told += [reply.model_dump(), *(results or [AGAIN])]
-            response = litellm.responses(input="Hi", model="openai/m", **asked)
+            response = litellm.responses(input="Hi", model="openai/tiny", **asked)
             assert response.output[0].content[0].text == "fine"
     """,
 }
 
 
-@pytest.mark.parametrize("package", CLIENTS)
-def test_a_client_of_another_api_goes_on_in_its_row(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch):
+HEAD = """
+import functools, operator, openai
+AGAIN = {"role": "user", "content": "Again!"}
+NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": NUMBER}
+"""
+CALLS = "So:" + "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
+TOLD = "<|tool|>7<|end|><|tool|>7<|end|><|assistant|>"
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """A package, and an agent of its client as a program."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
-    pytest.importorskip(package)
-    head = f"""
-        import functools, operator, {package}, openai
-        AGAIN = {{"role": "user", "content": "Again!"}}
-        NUMBER = {{"type": "object", "properties": {{"a": {{"type": "integer"}}}}}}
-        FUNCTION = {{"name": "add", "description": "Adds.", "parameters": NUMBER}}
-    """
-    agent = function(tmp_path, dedent(head) + dedent(CLIENTS[package]))
-    calls = "So:" + "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
+    pytest.importorskip(request.param)
+    return request.param, function(tmp_path, f"{HEAD}import {request.param}\n{dedent(CLIENTS[request.param])}")
+
+
+def test_a_client_goes_on_in_its_row(client: tuple[str, str]):
+    package, agent = client
     config = settings(agent, "data.max_prompt_length=1500", response=400)
-    batch = play(config, answer=lambda text, times: calls if text[-1] == "?" else "fine")
+    batch = play(config, answer=lambda text, times: CALLS if text[-1] == "?" else "fine")
     assert batch.failure.tolist() == [None] * len(batch), batch.failure[0]
-    told = "<|end|><|tool|>7<|end|><|tool|>7<|end|><|assistant|>"
-    row = [f"{calls}<|end|>", told.removeprefix("<|end|>"), "fine<|end|>"]
+    row = [f"{CALLS}<|end|>", TOLD, "fine<|end|>"]
     row += ["<|user|>Again!<|end|><|assistant|>", "fine<|end|>"]
     rows = [shown(batch, place)[1:] for place in range(len(batch))]
-    assert rows == {"litellm": [row, row, ["fine<|end|>"]]}.get(package, [row])
+    expected = {"litellm": [["fine<|end|>"], row, row], "langchain_openai": [row, row]}
+    assert sorted(rows, key=len) == expected.get(package, [row])
     assert {metrics["unproven"] for metrics in batch.non_tensor_batch["__agent_metrics__"]} == {0.0}
+
+
+def test_a_client_is_answered_by_a_server_as_by_a_session(client: tuple[str, str], tiny_model: Path):
+    package, agent = client
+    play_by = load_named(agent, AGENT)
+    with calling(tiny_model, "add", CALLS) as (url, prompts):
+        playing = play_by(f"{url}/v1", "x", [*MESSAGES])
+        asyncio.run(playing) if asyncio.iscoroutine(playing) else None
+    whole = f"{CALLS}<|end|>{TOLD}fine<|end|><|user|>Again!<|end|><|assistant|>"
+    assert sum(prompt.endswith(whole) for prompt in prompts) == (2 if package in ("litellm", "langchain_openai") else 1)
 
 
 def test_a_completion_goes_on_in_the_row_whose_ids_its_prompt_begins_with(tmp_path: Path):

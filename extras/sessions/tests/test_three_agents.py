@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import SystemRandom
 from time import sleep
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 
 from data.chat import encode_prompt
 from data.protocol import DataProto
@@ -86,6 +88,14 @@ class Stream(Chat):
         return [*history, {"role": "assistant", "content": text, "tool_calls": made}], text, calls
 
 
+class Late(Chat):
+    """Asks at odd times."""
+
+    def ask(self, *arguments: Any, **more: Any) -> Answer:
+        sleep(SystemRandom().random() * 0.05)
+        return super().ask(*arguments, **more)
+
+
 CLIENTS = {"openai": Chat, "openai responses": Responses, "anthropic": Messages, "httpx": Stream}
 
 
@@ -132,8 +142,36 @@ def sub_agents(client: Any, history: History) -> Iterator[Any]:
     yield 4
 
 
+def crowd(client: Any, history: History) -> Iterator[Any]:
+    """Branches of one answer, two of them alike, votes until they are odd and a judge, all at once."""
+    history, plan, _ = client.ask(history)
+
+    def branch(name: str) -> list[str]:
+        explored, first, _ = client.ask([*history, user(name)])
+        return [first, client.ask([*explored, user("sure?")])[1], client.ask([*history, user(name)])[1]]
+
+    def vote(_: str) -> list[str]:
+        votes = ["0"]
+        while int(votes[-1]) % 2 == 0:
+            votes.append(client.ask([user("vote")])[1])
+        return votes[1:]
+
+    def judge(_: str) -> list[str]:
+        for text in ("vote", plan):
+            client.ask([user(text)], extra_body={"train": False})
+        return client.ask([user("vote")], max_tokens=300)[1:2]
+
+    with ThreadPoolExecutor(7) as pool:
+        work = [
+            pool.submit(part, name)
+            for part, name in zip((branch,) * 3 + (vote,) * 3 + (judge,), "abbcccd", strict=True)
+        ]
+        yield [plan, *(text for each in work for text in each.result())]
+    yield 0
+
+
 def program(base_url: str, api_key: str, messages: History, agent: str, api: str, log: str) -> int:
-    *answers, rows = globals()[agent](CLIENTS[api](base_url=base_url, api_key=api_key), messages)
+    *answers, rows = globals()[agent]({"late": Late, **CLIENTS}[api](base_url=base_url, api_key=api_key), messages)
     with Path(log).open("a") as file:
         file.write("".join(f"{number}\n" for numbers in answers for number in numbers))
     return rows
@@ -147,7 +185,7 @@ class Drawing(Scripted):
         return super().completion(request)
 
     def say(self, text: str, times: int, number: int) -> str:
-        sleep(0.5 if text.endswith("hurry") and times == 0 else 0.05)
+        sleep(0.5 if text.endswith("hurry") and times == 0 else 0.005)
         made = text.count('"arguments": {')
         if '"name": "add"' not in text or made > 2:
             return str(number)
@@ -155,26 +193,44 @@ class Drawing(Scripted):
         return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
 
 
-def run(agent: str, api: str, log: Path) -> tuple[DataProto, list[str], list[str]]:
-    """Plays two episodes; returns their rows, the answers in their trained tokens, and those that reached the agent."""
+def run(agent: str, api: str, log: Path, workers: int = 1) -> tuple[list[DataProto], list[str], list[str]]:
+    """Plays two episodes; returns their rows, a batch a worker, the answers in their trained tokens, and those that
+    reached the agent."""
     config = settings(f"{__file__}:program", "data.max_prompt_length=1500", response=500)
     asked = [[user(f"{number}+1=?")] for number in range(2)]
     ids = [encode_prompt(messages, TOKENIZER) for messages in asked]
     columns = {"agent": [agent] * 2, "api": [api] * 2, "log": [str(log)] * 2}
     rows = prompts(2, raw_prompt=asked, raw_prompt_ids=ids, **columns)
-    batch = play(config, rows, Drawing(config, TOKENIZER, None))
-    spans = "".join(text for row in range(len(batch)) for text in shown(batch, row)[1::2])
-    return batch, re.findall(r"\d+", spans), log.read_text().split()
+    shares = [(0, rows)] if workers == 1 else [(row, rows.select_idxs([row])) for row in range(2)]
+    batches = [play(config, share, Drawing(config, TOKENIZER, None), first_row=row) for row, share in shares]
+    spans = "".join(text for batch in batches for row in range(len(batch)) for text in shown(batch, row)[1::2])
+    return batches, re.findall(r"\d+", spans), log.read_text().split()
+
+
+def told(batches: list[DataProto]) -> list[Any]:
+    """Everything that a run says of its rows, in their order."""
+    names = ("episode", "end_reason", "__reward_score__", "__agent_metrics__", "__num_turns__", "failure")
+    columns = [[value for batch in batches for value in batch.non_tensor_batch[name].tolist()] for name in names]
+    tensors = ("prompts", "responses", "response_mask", "turn_ids", "rollout_log_probs", "attention_mask")
+    return columns + [torch.cat([batch.batch[name] for batch in batches]).tolist() for name in tensors]
 
 
 @pytest.mark.parametrize("api", CLIENTS)
 @pytest.mark.parametrize("agent", ["loop_with_tools", "votes_with_retries", "sub_agents"])
 def test_what_reaches_an_agent_is_learnt_once_and_again_in_another_run(agent: str, api: str, tmp_path: Path):
     pytest.importorskip(api.partition(" ")[0])
-    batch, learnt, reached = run(agent, api, tmp_path / "first")
+    batches, learnt, reached = run(agent, api, tmp_path / "first")
+    [batch] = batches
     assert batch.failure.tolist() == [None] * len(batch), batch.failure
     assert Counter(learnt) == Counter(reached) and len(set(reached)) == len(reached)
     assert sum(batch.non_tensor_batch["__reward_score__"]) == len(batch)
-    again, *_ = run(agent, api, tmp_path / "second")
-    both = [[*zip(one.input_ids.tolist(), one.response_mask.tolist(), strict=True)] for one in (batch, again)]
-    assert both[0] == both[1] if "retries" not in agent else sorted(both[0]) == sorted(both[1])  # in any order of time
+    again, *_ = run(agent, api, tmp_path / "second", workers=2)
+    assert told(again) == told(batches)
+
+
+def test_rows_and_all_that_is_said_of_them_are_the_same_whenever_their_requests_come(tmp_path: Path):
+    batches, learnt, reached = run("crowd", "late", tmp_path / "first")
+    assert Counter(learnt) == Counter(reached) and not any(batches[0].failure)
+    for number in range(20):
+        again, *_ = run("crowd", "late", tmp_path / str(number), workers=1 + number % 2)
+        assert told(again) == told(batches)

@@ -124,12 +124,12 @@ def test_calls_are_learnt_as_the_template_writes_them_and_tools_are_shown(tmp_pa
 
 
 def test_a_call_is_learnt_with_its_own_end_and_results_name_its_tool(tmp_path: Path):
-    """The layout is gpt-oss's, which takes results behind calls alone."""
+    """The layout is gpt-oss's, which takes results behind calls alone, and has a channel before an answer's text."""
     FORMATS["gpt-oss"] = template_of("gpt-oss"), "<|end|>"
     row = conversation(("user", "x"), ("assistant", ""), ("tool", "9"), ("assistant", "n"))
     row["messages"][1]["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": 1}}}]
     asked = '<|start|>user<|stop|>x<|end|><|start|>assistant⟦ to=add<|stop|>{"a": 1}<|eot|>⟧'
-    told = '<|start|>tool add<|stop|>"9"<|end|><|start|>assistant⟦n<|end|>⟧'
+    told = '<|start|>tool add<|stop|>"9"<|end|><|start|>assistant⟦ final<|stop|>n<|end|>⟧'
     assert shown(tmp_path, "gpt-oss", row) == asked + told
 
 
