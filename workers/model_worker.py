@@ -184,11 +184,10 @@ def memory_report(config: Config, layouts: Mapping[str, Replicas], free: int, ca
         ConfigError: they do not fit, or not beside the engine's share, all of which vLLM wants to find free when it
             starts; names the keys to turn.
     """
-    role_bytes, rollout, share = model_bytes(config, layouts), config.actor_rollout_ref.rollout, 0.0
-    if rollout.name == "vllm":
-        share = (rollout.engine_kwargs.get("vllm") or {}).get(
-            "gpu_memory_utilization"
-        ) or rollout.gpu_memory_utilization
+    role_bytes, rollout = model_bytes(config, layouts), config.actor_rollout_ref.rollout
+    kwargs = rollout.engine_kwargs.get("vllm") or {}
+    asked = kwargs.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    share = asked if rollout.name == "vllm" else 0.0
     parts = " + ".join(f"{role} {size / GIB:.1f}" for role, size in role_bytes.items())
     left = free - sum(role_bytes.values())
     if left < share * card:
