@@ -88,7 +88,8 @@ def gpu() -> str:
     if not torch.cuda.is_available():
         raise SystemExit(gpu_trouble() or "none, so runs use the CPU")
     name, bfloat16 = torch.cuda.get_device_name(), "bfloat16" if gpu_has_bfloat16() else "no bfloat16, so float32"
-    return f"{torch.cuda.device_count()} x {name}, CUDA {torch.version.cuda}, {bfloat16}"
+    platform = f"ROCm {torch.version.hip}, untried" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{torch.cuda.device_count()} x {name}, {platform}, {bfloat16}"
 
 
 def machine() -> Iterator[Line]:

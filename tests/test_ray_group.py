@@ -503,6 +503,10 @@ def test_a_running_cluster_is_asked_for_gpus_that_are_not_here(cluster: None):
     ("files", "cuda", "visible", "said"),
     [
         (["nvidia0", "nvidiactl"], None, None, r"nvidia0\), but torch \S+ is a build without CUDA"),
+        (["nvidia-smi"], None, None, r"driver is here \(\S+nvidia-smi\), but torch \S+ is a build without CUDA"),  # WSL
+        (["nvidia-smi"], "13.0", None, None),  # where jobs are submitted, say
+        (["mps"], None, None, r"A Mac's GPU \(mps\) is not used"),
+        (["mps"], None, "", None),
         (["nvidia0"], "13.0", "0", r"cannot use it: The NVIDIA driver .* too old .* needs a driver for CUDA 13\.0"),
         (["nvidia0"], "13.0", "", None),  # hidden on purpose
         (["nvidiactl"], "13.0", None, None),  # a driver without a device
@@ -513,9 +517,11 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore.")
 
     for name in files:
-        (tmp_path / name).touch()
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     for target, name, value in (
         (torch.version, "cuda", cuda), (torch.cuda, "is_available", lambda: False), (torch.cuda, "init", init),
+        (torch.backends.mps, "is_available", lambda: "mps" in files),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -533,6 +539,18 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
     with pytest.raises(ValueError, match=r"asked: 2 workers .*, 1 GPU.* ✗ 0 GPU") as refused:
         resources_line([Resources(workers=2, threads=1, gpus=1)], on_ray=False)
     assert said is None or found in str(refused.value)
+
+
+def test_an_amd_gpu_is_used_and_said_to_be_untried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_machine(compose())
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    check_machine(compose("trainer.n_gpus_per_node=0"))
+    assert capsys.readouterr().err == ""
+    check_machine(compose())
+    assert "The GPU is AMD's (ROCm), on which nothing was tried" in capsys.readouterr().err
 
 
 def test_the_driver_of_a_ray_run_leaves_cuda_alone(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path):

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY, MagicMock, Mock, call
 
 import pytest
@@ -153,6 +154,65 @@ def test_prompts_that_together_exceed_a_step_draw_as_they_do_alone(model):
     for request in requests:
         [alone] = rollout.generate([request])
         assert together[request.id] == alone.token_ids
+    rollout.close()
+
+
+class Idle:
+    """Stands for a stream or an event of a GPU, which has always done its work."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.record = self.synchronize = self.wait_stream = lambda *_: None
+
+
+@needs_vllm
+def test_a_step_ahead_draws_the_same_and_new_weights_are_new_at_once(model, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU vLLM schedules a step before it has read the one before. Here it does by force, as no CPU would: what is
+    in flight when rows stop or are aborted, weights change, or it sleeps, has no effect on what is drawn afterwards."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stops = tuple(range(model.vocab_size // 8))
+    requests = [
+        Request(row, [5, 6 + row % 3], SamplingParams(True, 1.0, -1, 1.0, 8 + row % 3, stop_token_ids=stops), row)
+        for row in range(8)
+    ]
+
+    def drawn(rollout: vLLMRollout, scale: float, version: int) -> list[tuple]:
+        rollout.load_weights([(name, tensor * scale) for name, tensor in model.state_dict().items()], version)
+        return [(done.token_ids, done.log_probs, done.finish_reason) for done in rollout.generate(requests)]
+
+    def all_drawn(rollout: vLLMRollout) -> list[list[tuple]]:
+        results = [drawn(rollout, 1.0, 1), drawn(rollout, 1.5, 2)]
+        in_flight.append(len(rollout.engine.engine_core.engine_core.batch_queue or ()))
+        for request in requests:
+            rollout.add(request)
+        rollout.step(), rollout.step(), rollout.abort(range(8))
+        results.append(drawn(rollout, 1.0, 3))
+        (
+            rollout.engine.sleep(level=2),
+            rollout.engine.wake_up(tags=["weights"]),
+            rollout.engine.wake_up(tags=["kv_cache"]),
+        )
+        return [*results, drawn(rollout, 1.5, 4)]
+
+    in_flight, apart = [], engine_of(model)
+    expected = all_drawn(apart)
+    apart.close()
+    assert expected[0] == expected[2] != expected[1] == expected[3] and {end for *_, end in expected[0]} >= {"stop"}
+    check = CpuPlatform.check_and_update_config
+
+    def ahead(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", ahead)
+    for place, name in ((torch.cuda, "Stream"), (torch.cuda, "Event"), (torch, "Event")):
+        monkeypatch.setattr(place, name, Idle)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Idle())
+    rollout = engine_of(model)
+    assert all_drawn(rollout) == expected and in_flight == [0, 1]
     rollout.close()
 
 
@@ -329,9 +389,9 @@ def test_an_engine_for_each_of_two_workers_or_split_over_them_equals_one(tmp_pat
 
 
 def test_a_model_that_cannot_be_split_so_is_refused(model):
-    assert engine_settings(RolloutConfig(**LENGTHS), model).get("tensor_parallel_size") is None
+    assert not {"tensor_parallel_size", "async_scheduling"} & engine_settings(RolloutConfig(**LENGTHS), model).keys()
     with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: the model has intermediate_size=341, which"):
         engine_settings(RolloutConfig(tensor_model_parallel_size=2, **LENGTHS), model)
     model.config.intermediate_size = 342
     split = engine_settings(RolloutConfig(tensor_model_parallel_size=2, **LENGTHS), model)
-    assert split["tensor_parallel_size"] == 2 and split["disable_custom_all_reduce"]
+    assert split["tensor_parallel_size"] == 2 and split["disable_custom_all_reduce"] and not split["async_scheduling"]

@@ -62,7 +62,7 @@ class ModelWorker:
         layout = layout_of(config, group_size())
         self.layouts = {role: layout(config, self.device, self.dtype, role) for role in ("policy", "ref", "rm")}
         if self.device.type != "cpu" and "rollout" in roles and rank() == 0:
-            print(memory_report(config, self.layouts, torch.cuda.get_device_properties(self.device).total_memory))
+            print(memory_report(config, self.layouts, *torch.cuda.mem_get_info(self.device)))
         module = self.module = self.load_policy(policy.model, "policy")
         if "vision" in vars(module) and policy.actor.freeze_vision_tower:
             module.vision.freeze()
@@ -176,20 +176,26 @@ def build_rollout(worker: ModelWorker) -> ColocatedRollout:
     return rollout
 
 
-def memory_report(config: Config, layouts: Mapping[str, Replicas], card: int) -> str:
-    """Says in a line what the models of a run take of each GPU, which has `card` bytes: weights, gradients, moments.
+def memory_report(config: Config, layouts: Mapping[str, Replicas], free: int, card: int) -> str:
+    """Says in a line what the models of a run take of each GPU: weights, gradients, moments. The GPU has `card` bytes,
+    of which `free` are free.
 
     Raises:
-        ConfigError: they do not fit, or not beside the engine's share; names the keys to turn.
+        ConfigError: they do not fit, or not beside the engine's share, all of which vLLM wants to find free when it
+            starts; names the keys to turn.
     """
     role_bytes, rollout = model_bytes(config, layouts), config.actor_rollout_ref.rollout
-    share = int(rollout.gpu_memory_utilization * card) if rollout.name == "vllm" else 0
+    kwargs = rollout.engine_kwargs.get("vllm") or {}
+    asked = kwargs.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    share = asked if rollout.name == "vllm" else 0.0
     parts = " + ".join(f"{role} {size / GIB:.1f}" for role, size in role_bytes.items())
-    if sum(role_bytes.values()) + share > card:
-        engine = f" beside the {share / GIB:.1f} of rollout.gpu_memory_utilization" if share else ""
+    left = free - sum(role_bytes.values())
+    if left < share * card:
+        engine = f" beside the {share * card / GIB:.1f} of rollout.gpu_memory_utilization={share:g}" if share else ""
+        lower = f"rollout.gpu_memory_utilization={left * 100 // card / 100:g}, " if share and left > card // 10 else ""
         raise ConfigError(
-            f"actor_rollout_ref.model.path: models take {parts} GiB{engine}, and the GPU has {card / GIB:.1f}. More "
-            "GPUs, fsdp_config.optimizer_offload=true or a smaller model need less."
+            f"actor_rollout_ref.model.path: models take {parts} GiB{engine}, and {free / GIB:.1f} of the GPU's "
+            f"{card / GIB:.1f} are free. Take {lower}more GPUs, fsdp_config.optimizer_offload=true or a smaller model."
         )
     return f"models take {parts} of the GPU's {card / GIB:.1f} GiB, activations come on top."
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import shutil
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -57,20 +58,35 @@ def training_device(n_gpus: int | None) -> torch.device:
 
 
 def gpu_trouble(devices: Path = Path("/dev")) -> str | None:
-    """Says why torch finds no GPU though the driver lists one in `devices`; None: it finds one, or there is none, or
-    CUDA_VISIBLE_DEVICES hides it."""
-    present = sorted(devices.glob("nvidia[0-9]*"))
-    if not present or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
+    """Says why the GPU of this machine is not used: a Mac's, or one whose driver is listed in `devices`, or is in the
+    path, and which torch cannot use; None: torch finds one, or there is none, or CUDA_VISIBLE_DEVICES hides it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
         return None
-    gpu = f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__}"
+    if torch.backends.mps.is_available():
+        return "A Mac's GPU (mps) is not used: nothing was tried on one."
+    command = shutil.which("nvidia-smi") if torch.version.cuda is None else None  # WSL lists no device
+    present = sorted(map(str, devices.glob("nvidia[0-9]*"))) or [command]
+    if present == [None]:
+        return None
+    gpu = f"NVIDIA's driver is here ({present[0]}), but torch {torch.__version__}"
     if torch.version.cuda is None:
         return f"{gpu} is a build without CUDA: install one with it (https://pytorch.org/get-started)."
     try:
         torch.cuda.init()
-        reason = "it finds none."
+        reason = "it finds no GPU."
     except RuntimeError as error:
         reason = first_line(error)
     return f"{gpu} cannot use it: {reason} It needs a driver for CUDA {torch.version.cuda}, or install an older torch."
+
+
+def rocm_notice() -> str | None:
+    """Says that the GPU is AMD's, if torch uses one: all that is chosen for CUDA is chosen for it, untried."""
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return None
+    return (
+        "The GPU is AMD's (ROCm), on which nothing was tried: the run uses it as it would NVIDIA's, and what it "
+        "compiles (FlexAttention, vLLM) may fail. trainer.n_gpus_per_node=0 uses the CPU."
+    )
 
 
 def load_causal_lm(

@@ -35,7 +35,7 @@ from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, stacks, state_
 from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
 from workers.model_worker import ModelWorker
-from workers.models import gpu_trouble
+from workers.models import gpu_trouble, rocm_notice
 from workers.parallel import layout_of
 from workers.resources import Resources, joins_cluster, reserve, resources_line
 from workers.rollout import load_rollout_class
@@ -255,6 +255,8 @@ def check_machine(config: Config) -> None:
     worker_summary(config)  # or raises
     if config.trainer.n_gpus_per_node is None and (problem := gpu_trouble()):
         notice_once(f"{problem} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
+    if config.trainer.n_gpus_per_node != 0 and (text := rocm_notice()):
+        notice_once(text)
 
 
 def start_command(config: Config) -> None:

@@ -143,8 +143,7 @@ class vLLMRollout(Rollout):
         arguments = {"weights_iterator": self._at_least_one(weights), "is_checkpoint_format": True}
         with self._alone():
             self.engine.collective_rpc("reload_weights", kwargs=arguments)
-        self.engine.reset_prefix_cache()
-        self.engine.reset_encoder_cache()  # of images
+        self._drop_caches()
         self.lost_weights = False
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -159,7 +158,10 @@ class vLLMRollout(Rollout):
             self.adapter = LoRARequest("adapter", 1, folder)
             # It replaces the one before under the same id, by load_inplace.
             assert self.engine.add_lora(LoRARequest("adapter", 1, folder, load_inplace=True)), "vLLM refuses an adapter"
-        self.engine.reset_prefix_cache()
+        self._drop_caches()
+
+    def _drop_caches(self) -> None:
+        assert self.engine.reset_prefix_cache(), "vLLM keeps a cache of the old weights: some row still uses it"
         self.engine.reset_encoder_cache()  # of images
 
     def held_weights(self) -> tuple[torch.dtype, dict[str, int]] | None:

@@ -40,15 +40,13 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
         "model": model.name_or_path,
         "skip_tokenizer_init": True,
         "load_format": config.load_format,
-        # On CPUs vLLM keeps it off whatever is asked (0.32), so no test here shows that the step in flight does no harm
-        # where weights change or sleep. engine_kwargs.vllm turns it on.
-        "async_scheduling": False,
         "enable_sleep_mode": device == "cuda" and config.free_cache_engine,
     }
     if (size := config.tensor_model_parallel_size) > 1:
         check_splits(model.config.get_text_config(), size)
         settings |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
         settings["disable_custom_all_reduce"] = True  # it needs the other parts' GPUs, which a worker does not see
+        settings["async_scheduling"] = False  # by default vLLM schedules a step ahead on a GPU: untried with parts
     if model.adapter.is_sent_alone(config):
         settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(model.adapter.largest_rank(model))}
     return settings | shared_settings(config, model.config.get_text_config(), device, dtype)

@@ -260,11 +260,24 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Metas(list[Meta]):
+    """What a bucket holds; vLLM 0.32 calls it, and 0.33 reads it."""
+
+    def __call__(self) -> "Metas":
+        return self
+
+
 class Bucket(list[tuple[str, Tensor]]):
     """Weights that are sent together, as vLLM's trainer engine reads a source of them."""
 
-    def metadata(self) -> list[Meta]:
-        return [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+    @property
+    def metadata(self) -> Metas:
+        return Metas(Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self)
+
+    def implements_iter_full(self) -> bool:
+        return True
+
+    iter_full = list.__iter__  # 0.33's word for it
 
 
 def own_address(url: str) -> str:

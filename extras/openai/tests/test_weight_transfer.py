@@ -199,6 +199,14 @@ def test_buckets_of_weights_are_filled_as_they_come(monkeypatch: pytest.MonkeyPa
     assert found == [(3, 4), (1, 5), (1, 6), (1, 6)]
 
 
+def test_a_bucket_is_what_either_version_of_vllm_reads():
+    """0.32 calls `metadata` and iterates; 0.33 reads `metadata`, and asks for `iter_full` (base.WeightSource)."""
+    bucket = transfers.Bucket(some_weights(2).items())
+    described = [("layers.0.weight", torch.float32, (4, 1)), ("layers.1.weight", torch.float32, (4, 2))]
+    assert bucket.metadata == bucket.metadata() == described and [meta.shape for meta in bucket.metadata][1] == (4, 2)
+    assert bucket.implements_iter_full() and [name for name, _ in bucket.iter_full()] == [name for name, _ in bucket]
+
+
 class Receiver:
     """A server's one worker, as vLLM's own engine receives, in this process: what it is asked under init and update."""
 

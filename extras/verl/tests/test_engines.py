@@ -25,8 +25,10 @@ ANOTHER_PROMPT = {
 }
 
 
-def test_a_batch_of_an_engine_of_the_users_by_hand():
-    """The engine's columns are narrower than P = 4, R = 5; row 0 has an observation, and row 1 stops."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_an_engine_of_the_users_by_hand(dtype: torch.dtype):
+    """The engine's columns are narrower than P = 4, R = 5; row 0 has an observation, row 1 stops. Log-probs may come
+    in bfloat16, and are float32 from there on."""
     stop = TOKENIZER.eos_token_id
     given = {
         "responses": [[70, 71, 73], [72, stop, 0]],
@@ -35,7 +37,9 @@ def test_a_batch_of_an_engine_of_the_users_by_hand():
         "rollout_log_probs": [[-1.0, 9.0, -3.0], [-4.0, -5.0, 9.0]],
         "own": [[1], [2]],
     }
-    engine_class = type("Mine", (Rollout,), {"generate_sequences": lambda self, prompts: answers(given)})
+    result = answers(given)
+    result.batch["rollout_log_probs"] = result.batch["rollout_log_probs"].to(dtype)
+    engine_class = type("Mine", (Rollout,), {"generate_sequences": lambda self, prompts: result})
     engine = build_rollout(engine_class, RolloutConfig(prompt_length=4, response_length=5), TOKENIZER, None)
     prompts = DataProto.from_single_dict({"raw_prompt_ids": PROMPTS[:2], "size": torch.tensor([[1.0], [3.0]])})
     batch = generate_batch(engine, prompts, GREEDY, seed=3, first_row=0)
@@ -50,6 +54,7 @@ def test_a_batch_of_an_engine_of_the_users_by_hand():
         "size": [[1], [3]],
     }
     assert {name: batch.batch[name].tolist() for name in wanted} == wanted
+    assert batch.batch["rollout_log_probs"].dtype == torch.float32
     assert batch.end_reason.tolist() == ["max_tokens", "terminated"]
     assert generate_batch(engine, prompts[:0], GREEDY, 3, 0).batch["responses"].shape == (0, 5), "it is not asked"
 
