@@ -157,7 +157,7 @@ def make_env(
     if environment.writes_out and environment.observation_names is None:
         notice_once(
             f"{env_id} has no text of its own, so its observations are written out: "
-            f"{environment.start_state(0).text!r}. Set ENVIRONMENTS[{name!r}]['observation_to_text']."
+            f"{environment.start_state(0).text!r}. For other texts: ENVIRONMENTS[{name!r}]['observation_to_text']."
         )
     if not processes:
         return environment

@@ -210,7 +210,7 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
 
 def summarise(course: Course, seen: Look, before: float) -> dict[str, Any]:
     """Plays the held-out episodes by the best model, greedy and sampled; writes and returns what came of all stages."""
-    after = evaluate(course, "held-out return", course.model, "trainer.log_val_generations=1")
+    after = evaluate(course, "held-out return", course.model, shown=1)
     sampled = evaluate(course, "sampled", course.model, f"{ROLLOUT}.val_kwargs.do_sample=true")
     summary = {
         "random": seen.random,
@@ -249,6 +249,8 @@ def reinforce_in_rounds(course: Course, seen: Look, name: str, settings: Sequenc
     for number in itertools.count(1):
         if (seen.is_sure or seen.error == 0) and seen.is_mastered_by(course.value):  # or all episodes are alike
             return
+        if name == "states" and seen.settings:
+            print("\nThe reward in single states is no return: 1 for the best move of a state, 0 for the worst.")
         stage = f"{name} {number}"
         gains = consider(course, stage, reinforce(course, stage, settings))
         if not gains or course.is_short_of(stage):
@@ -324,7 +326,7 @@ def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> s
 
 def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
     rate = f"actor_rollout_ref.actor.optim.lr={RATES[course.weights][1]}"
-    settings = [*with_model(course.model), rate, *GENTLE, *settings]
+    settings = [f"{MODEL}{course.model}", rate, *GENTLE, *settings]
     folder = course.path(name.replace(" ", "_"), [*settings, *course.settings])
     course.train(name, [*settings, f"trainer.default_local_dir={folder}"])
     step = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
@@ -341,14 +343,10 @@ def consider(course: Course, name: str, model: str) -> bool:
     return gains
 
 
-def evaluate(course: Course, name: str, model: str, *settings: str) -> float:
+def evaluate(course: Course, name: str, model: str, *settings: str, shown: int = 0) -> float:
     """Returns the mean return of a model's greedy answers in the held-out episodes, or as `settings` say."""
-    quiet = ["trainer.val_only=true", "trainer.log_val_generations=0"]
-    return return_of(course.train(name, [*with_model(model), *quiet, *settings]))
-
-
-def with_model(path: str) -> list[str]:
-    return [f"{MODEL}{path}"]
+    settings = (f"{MODEL}{model}", "trainer.val_only=true", f"trainer.log_val_generations={shown}", *settings)
+    return return_of(course.train(name, settings))
 
 
 def return_of(metrics: dict[str, float]) -> float:

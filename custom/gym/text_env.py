@@ -99,7 +99,7 @@ class TextEnv:
     random_map: Callable[[int], dict[str, Any]] | None = None  # reset seed -> constructor arguments, hashable
     exclude_seeds: Collection[int] = ()  # held out: no training state has one of these seeds or a random map of theirs
     seed: int = 0  # of the sequence of training states
-    playouts: int = 16  # of a move, under reward="playouts"
+    playouts: int = 16  # of a move that may be the best, under reward="playouts"
     horizon: int | None = None  # most moves of a playout; default: to the end of the episode
     discount: float = 0.97  # of what comes a move later, under "playouts" and "search": sooner is better
     search_budget: int = 80_000  # most moves that are tried in the positions of a reset, under reward="search"

@@ -75,7 +75,7 @@ def look(config: Config, episodes: int, player: str = "best") -> dict[str, Any]:
     print(environment.start_state(0).text)
     seeds = episode_seeds(with_settings(config.env, {"val_episodes": episodes}))
     held_out = Earnings.of(environment, "random", seeds)
-    print(f"random player: return {held_out} in {episodes} held-out episodes")
+    print(f"random player: return {held_out} in {episodes} held-out episodes (validations: in some of their own)")
     tried = range(seeds[-1] + 1, seeds[-1] + 1 + TRIED)
     random = best = Earnings.of(environment, "random", tried)
     settings, is_sure = [], False
@@ -124,7 +124,8 @@ def judge(config: Config, arguments: dict[str, Any], seeds: Sequence[int]) -> "E
         environment = environment_of(with_settings(config, {"env.kwargs": {**config.env.kwargs, **arguments}}))
         earnings = Earnings.of(environment, "best", seeds)
     except ValueError as error:
-        print(f"{name}: {error.__cause__ or error}")
+        cause = error.__cause__ or error
+        print(f"{name}: does not fit: {vars(cause).get('reason', cause)}")  # no remedy: others are tried next
         return None
     print(f"{name}: return {earnings}, {1000 * earnings.seconds:.1f} ms a move")
     return earnings

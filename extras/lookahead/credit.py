@@ -24,16 +24,21 @@ MOST_MOVES = 512  # of a space whose every action is compared
 GRID, OF_A_NUMBER = 27, 9  # actions of a Box that are compared, and values of each number: the same in all states
 SPREAD = 1e-9  # values closer than this part of the largest are equal
 TRIALS, MOVES = 3, 12  # walks on which positions are tried out, and their moves
+FINALISTS = 4  # moves that are played out as often as any
 PLAYOUTS_INSTEAD = "set env.kwargs.reward=playouts"
 PAY_INSTEAD = "else set env.kwargs.reward=env"
 
 
 class NoCredit(ValueError):
-    """An environment for which this kind of credit does not work."""
+    """An environment for which this kind of credit does not work; `reason` says why, without a remedy."""
+
+    reason = ""
 
 
 def no_credit(environment: Any, reason: str, remedy: str) -> NoCredit:
-    return NoCredit(f"{environment.env_id}, with env.kwargs.reward={environment.reward}: {reason}: {remedy}")
+    error = NoCredit(f"{environment.env_id}, with env.kwargs.reward={environment.reward}: {reason}: {remedy}")
+    error.reason = reason
+    return error
 
 
 @dataclass(frozen=True)
@@ -325,22 +330,30 @@ class Playouts(Credit):
             yield world.acts.plain(space.sample())
 
     def estimate(self, seed: int, actions: tuple[Any, ...], moves: tuple[Any, ...]) -> list[float]:
-        """Returns the mean discounted return of each move and random ones after it, over the playouts."""
+        """Returns the mean discounted return of each move and random ones after it, over the playouts.
+
+        Time goes to moves that may be the best: after an eighth, a quarter and half of the playouts, those of the worse
+        half are played no more, as long as FINALISTS are left.
+        """
         environment, world = self.environment, self.environment.world_of(seed)
         left = max(environment.max_turns - len(actions), 1)
-        horizon, totals = min(environment.horizon or left, left), [0.0] * len(moves)
+        horizon = min(environment.horizon or left, left)
+        returns, counts = np.zeros((environment.playouts, len(moves))), np.zeros(len(moves), int)
         world.restore(seed, actions)
         positions = Positions(world.env)
         _, states = position = positions.keep()
+        playing = np.arange(len(moves))
         for playout in range(environment.playouts):
+            if playout > 1 and playout in (environment.playouts // part for part in (8, 4, 2)):
+                playing = better_half(returns.sum(0), playing)
             chances = with_seed(states, (seed, len(actions), playout))
-            following = tee(self.random_moves(seed, playout), len(moves))
-            for number, move in enumerate(moves):
+            for number, following in zip(playing, tee(self.random_moves(seed, playout), len(playing)), strict=True):
                 positions.put_back(position, chances)
                 world.actions = [*actions]
-                totals[number] += self.play_out(world, islice(chain([move], following[number]), horizon))
+                returns[playout, number] = self.play_out(world, islice(chain([moves[number]], following), horizon))
+            counts[playing] += 1
         positions.put_back(position)  # also what the run itself draws from
-        return [total / environment.playouts for total in totals]
+        return means(returns, counts).tolist()
 
     def play_out(self, world: Any, moves: Iterator[Any]) -> float:
         """Plays moves until the episode is over; returns the discounted sum of rewards."""
@@ -354,3 +367,20 @@ class Playouts(Credit):
                     break
                 weight *= self.environment.discount
         return total
+
+
+def better_half(totals: np.ndarray, playing: np.ndarray) -> np.ndarray:
+    """Returns the better half of the moves that are playing, FINALISTS or more, and what is as good as the last."""
+    kept = np.sort(totals[playing])[-max(-(-len(playing) // 2), FINALISTS) :]
+    return playing[totals[playing] >= kept[0]]
+
+
+def means(returns: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns the mean of each column [K, A], where only the first `counts` rows are known.
+
+    A column with fewer is as far behind the best as in the rows that are known: these have the same random numbers.
+    """
+    sums = np.cumsum(returns, 0)
+    averages = sums[counts - 1, range(len(counts))] / counts
+    best = np.argmax(np.where(counts == len(returns), averages, -np.inf))
+    return averages + (averages[best] - sums[counts - 1, best] / counts)

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from custom.env_wrapper import EnvState, make_env
 from custom.gym.planning import best_actions
-from extras.lookahead.credit import GRID, NO_MOVE, NoCredit, explore, grid, has_numbers
+from extras.lookahead.credit import FINALISTS, GRID, NO_MOVE, NoCredit, better_half, explore, grid, has_numbers, means
 from tests.runs import ROOT, compose, learning_metrics, run_main, short_run
 from training.environment import build_environment
 
@@ -287,6 +289,57 @@ def test_moves_of_equal_consequences_have_equal_values(monkeypatch):
         first, second = environment.credit.values(state := EnvState(seed, (), "")).values()
         assert first == second != 0 == environment.compute_reward(state, 0) and not environment.credit.best(state)
     assert before == (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[2])
+
+
+def nearness(action):
+    return -abs(float(action[0]) - 0.4) - 3 * abs(float(action[1]) + 0.63)  # no two points of the grid have the same
+
+
+class Aim(gym.Env):
+    """Pays how near two numbers come to (0.4, -0.63), and luck that all moves share; counts its steps."""
+
+    action_space = gym.spaces.Box(-1, 1, (2,))
+    observation_space = gym.spaces.Discrete(1)
+    steps = 0
+
+    def step(self, action):
+        type(self).steps += 1
+        return 0, self.np_random.normal() + nearness(action), True, False, {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 0, {}
+
+
+gym.register("Aim-v0", Aim)
+
+
+def test_most_playouts_are_of_moves_that_may_be_best():
+    """Two of each of 25, two more of 13, four of seven, and the last eight of four."""
+    environment = make_env("Aim-v0", reward="playouts", repeatable=False)
+    state, before = environment.start_state(0), Aim.steps
+    values = environment.credit.values(state)
+    assert Aim.steps - before == 25 * 2 + 13 * 2 + 7 * 4 + 4 * 8
+    assert environment.optimal_actions(state) == ((0.5, -0.5),)
+    luck = values[0.5, -0.5] - nearness((0.5, -0.5))
+    assert values == pytest.approx({move: nearness(move) + luck for move in values}, abs=1e-6)
+
+
+def test_moves_that_were_left_out_are_behind_the_best_by_what_they_were_then():
+    """The best of the two that were played out has a mean of 5; in the two rows of the third it had 4, the third 2."""
+    returns = np.array([[3, 4, 1], [5, 3, 3], [6, 4, 0], [6, 4, 0]], float)
+    assert means(returns, np.array([4, 4, 2])).tolist() == [5, 3.75, 3]
+    assert means(returns[:, 2:], np.array([4])).tolist() == [1]
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=30))
+def test_the_better_half_has_all_of_the_best_and_of_the_equal(totals):
+    kept = better_half(np.array(totals, float), np.arange(len(totals)))
+    assert len(kept) >= min(max(len(totals) / 2, FINALISTS), len(totals))
+    left_out = [*{*range(len(totals))} - {*kept.tolist()}]
+    assert all(totals[one] < totals[each] for one in left_out for each in kept)
+    least = min(totals[each] for each in kept)
+    assert sum(total > least for total in totals) < max(len(totals) / 2, FINALISTS)
 
 
 NOISY = """
