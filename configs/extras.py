@@ -134,6 +134,8 @@ TABLE: dict[str, dict[str, str]] = {
     "sampler": {"source_weights": "extras.curriculum.curriculum:MixtureSampler"},  # by the setting of data
     "dataset": {
         "files": "data.rl_dataset:RLHFDataset",
+        "many_rows": "extras.many_rows.dataset:ManyRows",  # of large parquet files
+        "lengths": "extras.many_rows.prompt_lengths:Lengths",
         "datagen": "extras.datagen.dataset:DynamicGenDataset",
         "verl": "extras.verl.hooks:RLHFDataset",  # of classes that define verl's hooks
         "table": "extras.verl.hooks:Table",

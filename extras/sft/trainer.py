@@ -139,7 +139,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     train_loader = PromptLoader(rows, batch_size, sampler, length_key="data.max_length")
     if data.val_files:
         held_out = create_sft_dataset(data.val_files, tokenizer, data, end_id, data.val_max_samples)
-        report_overlap(rows.prompt_ids(), held_out.prompt_ids(), tokenizer)
+        report_overlap(rows.prompt_ids(like=held_out), [*held_out.prompt_ids()], tokenizer)
         order = SequentialSampler(held_out, data)
         val_loader = PromptLoader(held_out, data.train_batch_size, order, drop_last=False)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
