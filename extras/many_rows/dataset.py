@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.rl_dataset import OverlongPrompt, RLHFDataset
-from data.rows import NO_TEXT, Entry, Origin, files_key, read_rows
+from data.rows import NO_TEXT, Entry, Origin, files_key
 from data.types import Row
 from extras.many_rows.parquet_rows import Lazy
 from extras.many_rows.prompt_lengths import Lengths, may_be_many
@@ -34,9 +34,8 @@ class ManyRows(RLHFDataset):
         settings += [self.max_samples, self.config.shuffle, self.config.seed]
         facts = {"keys": [(self.prompt_key,)], "encode": self._count, "limit": limit, "settings": settings}
         facts |= {"dicts": ("extra_info", "reward_model"), "empty": NO_TEXT}
-        self.lengths = Lengths.fitting(self.data_files, self.tokenizer, **facts)
-        if self.lengths is None:
-            read_rows(self.data_files, [], files_key(self.data_files, self.config))  # says what is wrong
+        key = files_key(self.data_files, self.config)
+        self.lengths = Lengths.fitting(self.data_files, self.tokenizer, key, **facts)
         self.read, positions = self.lengths.rows, self._sampled(len(self.lengths.rows))
         looked_at, known = self.lengths.look(positions), self.lengths.known or {}
         self.too_long = {self.read.origin(each): length for each, length in known.items() if length}

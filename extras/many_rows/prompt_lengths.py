@@ -2,7 +2,7 @@
 
 A row whose messages have the roles of others is encoded as they are: the template is looked at once for all of them,
 with marks in place of what they say. As no tokenizer taken here makes more tokens of a text than it has bytes, most
-rows are known to fit by their bytes alone; others are encoded in batches, without the template.
+rows are known to fit by their bytes alone, or by their words; others are encoded in batches, without the template.
 """
 
 import hashlib
@@ -23,17 +23,19 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat import BREAK, as_messages, special_tokens
 from data.files import append, json_line, read_metrics
+from data.rows import read_rows
 from data.types import Row
 from extras.many_rows.parquet_rows import AT_ONCE, Lazy, ParquetRows, files_of
 
 LEFT_OUT = ".nano_verl_left_out"  # the file, beside the first of the data; it may be deleted
-FORMS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"}  # normalizers that make ASCII no longer
+FORMS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents"}  # normalizers that make ASCII no longer
 SPLITS = {"ByteLevel", "Split", "Digits", "Whitespace", "WhitespaceSplit", "Punctuation", "BertPreTokenizer"}
+MOST_WORDS = 200_000  # whose tokens are remembered
 VERSION = "1"  # of the ways by which rows are left out
 SHORTENS = ("strip", "lstrip", "rstrip")
 COMPARES = (
-    *("__contains__", "__eq__", "__ne__", "startswith", "endswith", "find", "rfind", "index", "count", "split"),
-    *("rsplit", "partition", "rpartition", "replace", "removeprefix", "removesuffix"),
+    *("__contains__", "startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit"),
+    *("partition", "rpartition", "replace", "removeprefix", "removesuffix"),
 )
 
 
@@ -52,9 +54,11 @@ def watch(name: str) -> Callable[..., Any]:
     """Makes the method of a Mark that does what that of a text does, and notes it."""
 
     def method(mark: Mark, *arguments: Any, **options: Any) -> Any:
+        first = arguments[0] if arguments else None
         if name in COMPARES:
-            first = arguments[0] if arguments else None
             mark.asked.update(first if isinstance(first, tuple) else [first])
+        elif name in ("__eq__", "__ne__"):
+            mark.asked |= {first} if isinstance(first, str) else set()
         elif name not in SHORTENS:
             mark.asked.add(None)
         result = getattr(str, name)(mark, *arguments, **options)
@@ -78,7 +82,8 @@ class Recipe:
         self.place_of = {str(mark): place for place, mark in enumerate(marks)}
         self.searched = [{text for text in mark.asked if text} for mark in marks]
         around = [special_tokens(tokenizer).subn("", piece) for text in self.texts for piece in text[::2]]
-        self.most = other + sum(len(rest.encode()) + count for rest, count in around)
+        longest = 1 if all(rest.isascii() for rest, _ in around) else 11  # bytes of one that a normalizer writes
+        self.most = other + sum(len(rest.encode()) * longest + count for rest, count in around)
 
     def compose(self, says: Sequence[str]) -> list[str]:
         """Returns the texts that are encoded of a row."""
@@ -124,6 +129,35 @@ def put_marks(row: Row, keys: Sequence[str], marks: Iterator[Mark]) -> Row:
     return row | {key: mark(row[key]) for key in keys}
 
 
+class Words(dict):
+    """Bounds the tokens of ASCII texts by those of their words, each with the single space before it, where a tokenizer
+    cuts a text at such spaces before it makes tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self.backend, self.is_bound = tokenizer.backend_tokenizer, False
+        added = tokenizer.added_tokens_decoder.values()  # none may take a space with it
+        if self.backend.pre_tokenizer and not any(
+            " " in token.content or token.lstrip or token.rstrip for token in added
+        ):
+            cut, ends = self.backend.pre_tokenizer.pre_tokenize_str, [*map(chr, range(33, 127))]
+            pairs = (cut(f"{last} {first}") for last in ends for first in ends)
+            self.is_bound = all(any(start == 1 for _, (start, _) in parts) for parts in pairs)
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= MOST_WORDS:
+            self.clear()
+        count = self[word] = len(self.backend.encode(word, add_special_tokens=False).ids)
+        return count
+
+    def bound(self, text: str) -> float:
+        """Returns a number of tokens that a text does not exceed."""
+        if not self.is_bound or not text.isascii():
+            return inf
+        first, *others = text.split(" ")
+        return self[first] + sum(self[f" {word}"] for word in others)
+
+
 class Lengths:
     """Sorts out which of many rows have to be looked at one by one.
 
@@ -151,6 +185,7 @@ class Lengths:
         self.dicts, self.empty = dicts, empty
         state = tokenizer.backend_tokenizer.to_str()
         self.bound = bound_of(json.loads(state))
+        self.words = Words(tokenizer)
         self.writes_all = {*ByteLevel.alphabet()} <= tokenizer.get_vocab().keys()
         parts = [VERSION, type(tokenizer).__name__, state, str(tokenizer.chat_template), *rows.digests()]
         parts += [str(tokenizer.special_tokens_map), json.dumps([keys, limit, settings], default=str)]
@@ -160,12 +195,17 @@ class Lengths:
         self.recipes: dict[Shape, Recipe | None] = {}
 
     @classmethod
-    def fitting(cls, data_files: Sequence[Any], tokenizer: PreTrainedTokenizerBase, **facts: Any) -> "Lengths | None":
-        """Opens the rows of parquet files, if they are many; None: others read them, or say why they cannot."""
-        with suppress(OSError, ValueError, pyarrow.ArrowException):
-            if may_be_many(data_files, tokenizer):
-                return cls(ParquetRows(files_of(data_files)), tokenizer, **facts)
-        return None
+    def fitting(
+        cls, data_files: Sequence[Any], tokenizer: PreTrainedTokenizerBase, key: str, **facts: Any
+    ) -> "Lengths | None":
+        """Opens the rows of parquet files, which the setting `key` names, if they are many; None: others read them."""
+        if not may_be_many(data_files, tokenizer):
+            return None
+        try:
+            return cls(ParquetRows(files_of(data_files)), tokenizer, **facts)
+        except (OSError, ValueError, pyarrow.ArrowException):
+            read_rows(data_files, [], key)  # says what is wrong
+            raise
 
     def look(self, positions: Sequence[int]) -> list[int]:
         """Lists the positions of rows that have to be looked at: those that an earlier start left out, or that may be
@@ -215,7 +255,8 @@ class Lengths:
     def _is_plain(self, table: pyarrow.Table) -> bool:
         """Says whether the columns beside the prompt cannot make a row unusable."""
         types = dict(zip(table.column_names, table.schema.types, strict=True))
-        dicts = all(pyarrow.types.is_struct(types.get(name, pyarrow.struct([]))) for name in self.dicts)
+        kinds = [types[name] for name in self.dicts if name in types]
+        dicts = all(pyarrow.types.is_struct(kind) or pyarrow.types.is_null(kind) for kind in kinds)
         return dicts and all(table[name].null_count == table.num_rows for name in self.empty if name in types)
 
     def _fits(self, position: int, row: Row) -> bool | tuple[int, list[str]]:
@@ -230,13 +271,18 @@ class Lengths:
             text in said for said, texts in zip(says, recipe.searched, strict=True) for text in texts
         ):
             return False
-        if recipe.most > 0 or self.writes_all:  # others may drop what they do not know, and leave nothing
-            is_bound = self.bound == "bytes" or (self.bound == "ascii" and all(map(str.isascii, says)))
-            if self.limit == inf or (is_bound and recipe.most + sum(len(said.encode()) for said in says) <= self.limit):
-                return True
-        if any(said != said.strip() or BREAK in said or special_tokens(self.tokenizer).search(said) for said in says):
-            return False  # templates may strip it, and what spells a special token is encoded as text
-        return recipe.other, recipe.compose(says)
+        writes = recipe.most > 0 or self.writes_all  # others may drop what they do not know, and leave nothing
+        is_bound = writes and (self.bound == "bytes" or (self.bound == "ascii" and all(map(str.isascii, says))))
+        most = recipe.most + sum(len(said.encode()) for said in says) if is_bound else inf
+        if most <= self.limit and (is_bound or writes):
+            return True
+        if any(BREAK in said or special_tokens(self.tokenizer).search(said) for said in says):
+            return False  # it is encoded as the text that it is
+        texts, stripped = recipe.compose(says), [said.strip() for said in says]
+        ways = [texts, *([recipe.compose(stripped)] if stripped != says else [])]  # as templates write it
+        if is_bound and all(recipe.other + sum(map(self.words.bound, way)) <= self.limit for way in ways):
+            return True
+        return (recipe.other, texts) if len(ways) == 1 else False
 
     def _recipe(self, position: int, shape: Shape) -> Recipe | None:
         """Looks at how rows like the one at `position` are encoded; None: that depends on more than their shape."""
@@ -252,10 +298,14 @@ class Lengths:
             del self.tokenizer.encode
         encoded = encoded or [*marks]  # a text is encoded as it is
         text = "\0".join(encoded)
-        if not marks or any(text.count(mark) != 1 or None in mark.asked for mark in marks):
+        if not marks or any(text.count(mark) != 1 for mark in marks):
             return None
+        if any(asked is None or asked in str(mark) for mark in marks for asked in mark.asked if asked != ""):
+            return None
+        alone = {*map(str, encoded)}
         for role, mark in zip(roles, marks, strict=True):  # thoughts, as data/chat.py cuts them out; a list as a text
-            mark.asked |= {"think>"} if role == "assistant" and mark not in encoded else {"[{"} if not role else set()
+            is_shown = role == "assistant" and str(mark) not in alone
+            mark.asked |= {"think>"} if is_shown else {"[{"} if not role else set()
         other = count - sum(len(encode(text, add_special_tokens=False)) for text in encoded)
         return Recipe(encoded, marks, other, self.tokenizer)
 

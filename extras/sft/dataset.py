@@ -59,7 +59,8 @@ class SFTDataset(Dataset):
         self.num_cut = self.num_texts = 0  # rows: cut to length, and with a text as the prompt
         unread: list[BadRow] = []
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
-        self.lengths, key = self._lengths(), files_key(self.data_files, config)
+        key = files_key(self.data_files, config)
+        self.lengths = self._lengths(key)
         rows = self.lengths.rows if self.lengths else read_rows(self.data_files, unread, key)
         positions = range(len(rows))[: max_samples if max_samples >= 0 else None]
         looked_at = self.lengths.look(positions) if self.lengths else positions
@@ -85,7 +86,7 @@ class SFTDataset(Dataset):
             )
         print_report(data_files, len(self.samples), self._describe(), bad.describe())
 
-    def _lengths(self) -> Any:
+    def _lengths(self, key: str) -> Any:
         """Opens large parquet files, whose rows are looked at once and made when they are drawn; None: all others."""
         if type(self) is not SFTDataset or not has("dataset", "lengths"):
             return None
@@ -95,6 +96,7 @@ class SFTDataset(Dataset):
         return find("dataset", "lengths").fitting(
             self.data_files,
             self.tokenizer,
+            key,
             keys=[(config.messages_key,), (config.prompt_key, config.response_key)],
             encode=self._count,
             limit=config.max_length,

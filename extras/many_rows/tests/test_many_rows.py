@@ -109,7 +109,8 @@ def test_rows_that_are_many_are_those_read_one_by_one(tmp_path_factory, kind, na
 @pytest.mark.parametrize("columns", [
     {"messages": MESSAGES}, {"messages": [*MESSAGES, {"role": "assistant", "content": "c"}]}, {"instruction": "a"},
     {"prompt": MESSAGES, "output": "x", "gts": "y"}, {"prompt": MESSAGES, "extra_info": '{"index": 2}'},
-    {"prompt": MESSAGES, "extra_info": "{"}, {"prompt": MESSAGES, "reward_model": "3"}, {"prompt": MESSAGES, "images": [b"a"]},
+    {"prompt": MESSAGES, "extra_info": "{"}, {"prompt": MESSAGES, "reward_model": "3"},
+    {"prompt": MESSAGES, "images": [b"a"]},
     {"prompt": [{"role": "user", "content": "ab", "name": "Ann"}]}, {"question": "a"}, {"prompt": 3},
 ])  # fmt: skip
 def test_columns_of_all_kinds_are_as_before(tmp_path, columns):
@@ -129,7 +130,7 @@ def test_a_row_in_the_middle_of_many_is_named(tmp_path, caplog):
         f"dropped 1 of 5000 prompts, longer than data.max_prompt_length=128 tokens: {files[0]}, row 4321" in caplog.text
     )
     rows[4999] = {"prompt": [{"role": "user", "content": ""}]}
-    with pytest.raises(ValueError, match="rows.parquet, row 4999: the prompt is empty"):
+    with pytest.raises(ValueError, match=r"rows\.parquet, row 4999: the prompt is empty"):
         create_rl_dataset(write(tmp_path, rows), DataConfig(max_prompt_length=128), tokenizer)
 
 
