@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from data.rl_dataset import OverlongPrompt, RLHFDataset
 from data.rows import NO_TEXT, Entry, Origin, files_key
-from data.types import Row
 from extras.many_rows.parquet_rows import Lazy
 from extras.many_rows.prompt_lengths import Lengths, may_be_many
 
@@ -31,9 +30,8 @@ class ManyRows(RLHFDataset):
         """Finds the rows that are left out, and reports on them."""
         limit = self.max_prompt_length if self.filter_overlong_prompts or self.truncation == "error" else inf
         settings = [self.apply_chat_template_kwargs, self.config.ground_truth_key, self.config.reward_fn_key]
-        settings += [self.max_samples, self.config.shuffle, self.config.seed]
-        facts = {"keys": [(self.prompt_key,)], "encode": self._count, "limit": limit, "settings": settings}
-        facts |= {"dicts": ("extra_info", "reward_model"), "empty": NO_TEXT}
+        facts = {"keys": [(self.prompt_key,)], "limit": limit, "settings": settings, "empty": NO_TEXT}
+        facts |= {"dicts": ("extra_info", "reward_model"), "encode": lambda row: len(self._encode(row, Origin("", 0)))}
         key = files_key(self.data_files, self.config)
         self.lengths = Lengths.fitting(self.data_files, self.tokenizer, key, **facts)
         self.read, positions = self.lengths.rows, self._sampled(len(self.lengths.rows))
@@ -62,9 +60,6 @@ class ManyRows(RLHFDataset):
 
     def _entry(self, position: int) -> Entry:
         return Entry(*self.read[position])
-
-    def _count(self, position: int, row: Row) -> int:
-        return len(self._encode(row, Origin("", position)))
 
     def _read(self, entry: Entry) -> Entry:
         """Reads a row; one that is known to be too long is not encoded for it."""

@@ -163,7 +163,7 @@ class Lengths:
 
     Args:
         keys: columns that say what is encoded; the first of these whose first is filled.
-        encode: counts the tokens of a row at a place, or raises ValueError.
+        encode: counts the tokens of a row, or raises ValueError.
         limit: the most tokens of a row.
         settings: what else decides which rows are left out.
         dicts, empty: columns that can make a row unusable, unless they hold dictionaries, or nothing.
@@ -175,7 +175,7 @@ class Lengths:
         tokenizer: PreTrainedTokenizerBase,
         *,
         keys: Sequence[tuple[str, ...]],
-        encode: Callable[[int, Row], int],
+        encode: Callable[[Row], int],
         limit: float,
         settings: Any,
         dicts: Sequence[str] = (),
@@ -189,7 +189,7 @@ class Lengths:
         self.writes_all = {*ByteLevel.alphabet()} <= tokenizer.get_vocab().keys()
         parts = [VERSION, type(tokenizer).__name__, state, str(tokenizer.chat_template), *rows.digests()]
         parts += [str(tokenizer.special_tokens_map), json.dumps([keys, limit, settings], default=str)]
-        self.identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        self.identity = "\0".join(parts).encode()
         self.file = rows.files[0][1].with_name(LEFT_OUT)
         self.known: dict[int, int | None] | None = None  # rows that an earlier start left out: their lengths
         self.recipes: dict[Shape, Recipe | None] = {}
@@ -210,6 +210,7 @@ class Lengths:
     def look(self, positions: Sequence[int]) -> list[int]:
         """Lists the positions of rows that have to be looked at: those that an earlier start left out, or that may be
         unusable or too long, in order."""
+        self.identity = hashlib.sha256(self.identity + np.asarray(positions).tobytes()).hexdigest()
         with suppress(OSError, ValueError):
             for entry in read_metrics(self.file):
                 match entry:
@@ -291,7 +292,7 @@ class Lengths:
         encode, encoded = self.tokenizer.encode, []
         self.tokenizer.encode = lambda text, **kwargs: encoded.append(text) or encode(text, **kwargs)
         try:
-            count = self.encode(position, put_marks(self.rows[position][1], shape.keys, iter(marks)))
+            count = self.encode(put_marks(self.rows[position][1], shape.keys, iter(marks)))
         except (ValueError, TypeError, TemplateError):
             return None
         finally:

@@ -91,24 +91,17 @@ class SFTDataset(Dataset):
         if type(self) is not SFTDataset or not has("dataset", "lengths"):
             return None
         config = self.config
-        others = {"apply_chat_template_kwargs", "prompt_dict_keys", "response_dict_keys", "roles_to_train"}
-        settings = [str(config.get(name)) for name in sorted(others | {"truncation", "turns_to_train", "tools_key"})]
+        decisive = config.truncation, config.roles_to_train, config.turns_to_train, config.apply_chat_template_kwargs
         return find("dataset", "lengths").fitting(
             self.data_files,
             self.tokenizer,
             key,
             keys=[(config.messages_key,), (config.prompt_key, config.response_key)],
-            encode=self._count,
+            encode=lambda row: len((made := self._sample(row, Origin("", 0))).prompt_ids) + len(made.token_ids),
             limit=config.max_length,
-            settings=[self.end_id, *settings],
+            settings=[self.end_id, config.prompt_dict_keys, config.response_dict_keys, *decisive],
             empty=(*NO_TEXT, config.tools_key),
         )
-
-    def _count(self, position: int, row: dict[str, Any]) -> int:
-        sample, cut = self._encode(row, Origin("", position)), self.num_cut
-        if cut:
-            raise ValueError("it is cut, and has more tokens")
-        return len(sample.prompt_ids) + len(sample.token_ids)
 
     def _describe(self) -> str:
         if self.lengths:
@@ -124,16 +117,23 @@ class SFTDataset(Dataset):
     def __getitem__(self, position: int) -> dict[str, Any]:
         return {"sample": self.samples[position]}
 
-    def prompt_ids(self, like: "SFTDataset | None" = None) -> Iterable[list[int]]:
+    def prompt_ids(self, like: "SFTDataset | None" = None) -> list[list[int]]:
         """Returns each row's token ids before the first that is learnt; of those, at least, that `like` has too."""
         samples = self.samples
         if self.lengths and like is not None:
-            keys = (self.config.messages_key, self.config.prompt_key)
-            samples = self.lengths.like([row for _, row in read_rows(like.data_files, [])], keys, samples)
-        return (sample.prompt_ids for sample in samples)
+            rows = (row for _, row in read_rows(like.data_files, []))
+            samples = self.lengths.like(rows, (self.config.messages_key, self.config.prompt_key), samples)
+        return [sample.prompt_ids for sample in samples]
 
     def _encode(self, row: dict[str, Any], origin: Origin) -> Sample:
-        """Encodes a row: the tokens that are learnt are the policy's."""
+        """Encodes a row, and cuts it to data.max_length."""
+        sample = self._sample(row, origin)
+        fitting = fit_sample(sample, self.config, origin)
+        self.num_cut += fitting is not sample
+        return fitting
+
+    def _sample(self, row: dict[str, Any], origin: Origin) -> Sample:
+        """Encodes a row, however long: the tokens that are learnt are the policy's."""
         config = self.config
         is_answer = row.get(config.messages_key) is None
         key = config.prompt_key if is_answer else config.messages_key
@@ -153,9 +153,7 @@ class SFTDataset(Dataset):
                 sample = self.conversations.sample(prompt, row.get(config.tools_key))
         except (ValueError, TemplateError) as error:  # templates refuse messages by TemplateError
             raise ValueError(f"{origin}: {error}") from error
-        fitting = fit_sample(sample, config, origin)
-        self.num_cut += fitting is not sample
-        return fitting
+        return sample
 
     def _encode_answer(self, prompt: Prompt, row: dict[str, Any]) -> Sample:
         """Encodes a prompt to read and a response to learn."""
