@@ -7,7 +7,7 @@ from functools import cache
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -89,18 +89,17 @@ def outcome(kind, files, tokenizer, config):
     return [*rows], rows.unusable, rows.num_filtered, list(rows.rows), [ids.tolist() for ids in rows.prompt_ids]
 
 
-@pytest.mark.parametrize("kind", ["characters", None, "NFC"])
-@pytest.mark.parametrize("name", PROMPTS)
 @given(st.data())
-def test_rows_that_are_many_are_those_read_one_by_one(tmp_path_factory, kind, name, data):
-    rows = data.draw(
-        st.lists(ROW, min_size=1, max_size=9) | st.lists(TEXT.map(lambda text: {"prompt": text}), min_size=1)
-    )
-    settings = data.draw(st.fixed_dictionaries({
+@settings(max_examples=200)
+def test_rows_that_are_many_are_those_read_one_by_one(tmp_path_factory, data):
+    name, kind = data.draw(st.tuples(st.sampled_from([*PROMPTS]), st.sampled_from(["characters", None, "NFC"])))
+    texts = st.lists(TEXT.map(lambda text: {"prompt": text}), min_size=1, max_size=9)
+    rows = data.draw(st.lists(ROW, min_size=1, max_size=9) | texts)
+    chosen = {
         "max_prompt_length": st.integers(1, 90), "max_bad_fraction": st.sampled_from([0.0, 0.5, 0.99]),
         "filter_overlong_prompts": st.booleans(), "truncation": st.sampled_from(["error", "left"]),
-    }))  # fmt: skip
-    tokenizer, config = tokenizer_of(kind, PROMPTS[name]), DataConfig(**settings)
+    }  # fmt: skip
+    tokenizer, config = tokenizer_of(kind, PROMPTS[name]), DataConfig(**data.draw(st.fixed_dictionaries(chosen)))
     files = write(tmp_path_factory.mktemp("rows"), rows)
     one_by_one = outcome(RLHFDataset, files, tokenizer, config)
     assert [outcome(ManyRows, files, tokenizer, config) for _ in range(2)] == [one_by_one] * 2
@@ -142,8 +141,8 @@ def test_what_is_left_out_is_kept_by_what_decides_it(tmp_path, monkeypatch):
     rows = [{"prompt": [{"role": "user", "content": "ab c " * times}]} for times in (1, 9, 40)]
     files = write(tmp_path, rows)
 
-    def made(limit=64, template=CHATML, kind=None, **settings):
-        config = DataConfig(max_prompt_length=limit, **settings)
+    def made(limit=64, template=CHATML, kind=None):
+        config = DataConfig(max_prompt_length=limit)
         return len(ManyRows(files, tokenizer_of(kind, template), config)), len(lengths_in(tmp_path))
 
     assert [made(), made(), made(limit=300)] == [(2, 1), (2, 1), (3, 2)]
@@ -191,9 +190,10 @@ CONVERSATION = st.lists(TEXT, min_size=1, max_size=5).map(
 PAIR = st.fixed_dictionaries({"prompt": st.just("ab ") | TEXT, "response": TEXT})
 
 
-@pytest.mark.parametrize("name", ["the tiny model's", "none", "ChatML, as Qwen and SmolLM2", "Qwen3", "Llama 3.1"])
 @given(st.data())
-def test_supervised_rows_are_those_read_one_by_one(tmp_path_factory, name, data):
+@settings(max_examples=100)
+def test_supervised_rows_are_those_read_one_by_one(tmp_path_factory, data):
+    name = data.draw(st.sampled_from([*PROMPTS]))
     rows = data.draw(st.lists(CONVERSATION, min_size=1, max_size=6) | st.lists(PAIR, min_size=1, max_size=6))
     config = SFTDataConfig(
         max_length=data.draw(st.integers(4, 120)),
