@@ -23,7 +23,7 @@ HEADS: dict[str, tuple[str, ...]] = {  # what a reader meets: every folder of ex
     "algorithms": (*("algorithms", "rollout_correction", "pf_ppo", "prime", "distillation", "replay"),),
     "rewards": ("rules", "weighted", "reward_model", "judge", "scorers", "processes", "sandbox", "try_reward"),
     "episodes": ("gym", "lookahead", "imitate", "tools", "interactions", "sessions", "verifiers"),
-    "data": ("sources", "curriculum", "datagen"),
+    "data": ("sources", "many_rows", "curriculum", "datagen"),
     "beside a run": ("report", "watch", "loggers", "best", "dry_run", "restarts"),
     "commands": ("sft", "evaluation", "standalone", "server", "merge", "cluster", "sweep", "completion", "python"),
     "verl": ("verl",),
@@ -141,6 +141,8 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
     "sampler": {"source_weights": "extras.curriculum.curriculum:MixtureSampler"},  # by the setting of data
     "dataset": {
         "files": "data.rl_dataset:RLHFDataset",
+        "many_rows": "extras.many_rows.dataset:ManyRows",  # of large parquet files
+        "lengths": "extras.many_rows.prompt_lengths:Lengths",
         "datagen": "extras.datagen.dataset:DynamicGenDataset",
         "verl": "extras.verl.hooks:RLHFDataset",  # of classes that define verl's hooks
         "table": "extras.verl.hooks:Table",

@@ -118,7 +118,7 @@ class RLHFDataset(Dataset):
         self.num_filtered = 0
         self.unread: list[BadRow] = []
         self.unusable: list[str] = []  # what is wrong with rows that were left out
-        self.entries: list[Entry] = []
+        self.entries: Sequence[Entry] = []
         if data_files is not None:
             if tokenizer is None:
                 raise ValueError(f"{type(self).__name__}: rows of files are tokenised at once, so give a tokenizer.")
@@ -140,12 +140,20 @@ class RLHFDataset(Dataset):
         return find("dataset", "table", f"{type(self).__name__}.dataframe")(self.entries)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         return [entry.columns for entry in self.entries]
 
     @property
-    def prompt_ids(self) -> list[np.ndarray]:
+    def column_names(self) -> Iterable[str]:
+        return {name for row in self.rows for name in row}
+
+    @property
+    def prompt_ids(self) -> Sequence[np.ndarray]:
         return [entry.prompt_ids for entry in self.entries]
+
+    def prompt_ids_like(self, other: "RLHFDataset") -> Sequence[np.ndarray]:
+        """Returns the tokens of those prompts, at least, that `other` has too."""
+        return self.prompt_ids
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -214,16 +222,19 @@ class RLHFDataset(Dataset):
         self._report(data_files)
 
     def _report(self, data_files: Any) -> None:
-        lengths = [len(ids) for ids in self.prompt_ids]
-        if not lengths:
+        if not len(self.entries):
             raise ValueError(f"{type(self).__name__}: no rows are left of {data_files}.")
-        description = f"prompts of {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} tokens"
-        print_report(data_files, len(lengths), description, self.unusable, self.num_filtered)
+        print_report(data_files, len(self.entries), self._describe(), self.unusable, self.num_filtered)
 
-    def _measure(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Returns `entries` with the tokens of all prompts, and without unusable rows and too long prompts."""
+    def _describe(self) -> str:
+        lengths = [len(ids) for ids in self.prompt_ids]
+        return f"prompts of {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} tokens"
+
+    def _measure(self, entries: Sequence[Entry], total: int = 0) -> list[Entry]:
+        """Returns `entries` with the tokens of all prompts, and without unusable rows and too long prompts; `total`: of
+        so many rows, as all others are known to be usable."""
         unread, self.unread = self.unread, []
-        total = sum(entry.prompt_ids is None for entry in entries) + len(unread)
+        total = total or sum(entry.prompt_ids is None for entry in entries) + len(unread)
         bad, overlong, measured = BadRows(total, self.config.max_bad_fraction, unread), [], []
         for entry in track(entries, "tokenising prompts", disable=total < PROGRESS_BAR_FROM):
             try:
@@ -243,15 +254,20 @@ class RLHFDataset(Dataset):
 
     def _read(self, entry: Entry) -> Entry:
         """Returns a row with its labels and the tokens of its prompt; raises OverlongPrompt for too many."""
-        origin, key = entry.origin, self.config.reward_fn_key
-        columns = with_labels(entry.columns, origin, self.config.ground_truth_key)
-        if origin.source and not columns.get(key):
-            columns[key] = origin.source
+        origin, columns = entry.origin, self._complete(entry)
         check_is_read(columns, self.prompt_key, origin, *([] if self.images is None else [self.image_key]))
         ids = self._encode(columns, origin)
         if self.filter_overlong_prompts and len(ids) > self.max_prompt_length:
             raise OverlongPrompt(origin, len(ids), self.max_prompt_length)
         return Entry(origin, columns, np.asarray(self._fit(ids, origin), dtype=np.int32))
+
+    def _complete(self, entry: Entry) -> Row:
+        """Returns the columns of a row of a file with its labels and its source."""
+        origin, key = entry.origin, self.config.reward_fn_key
+        columns = with_labels(entry.columns, origin, self.config.ground_truth_key)
+        if origin.source and not columns.get(key):
+            columns[key] = origin.source
+        return columns
 
     def _encode(self, columns: Row, origin: Origin, is_made: bool = False) -> list[int]:
         """Encodes a row's prompt, however long; ValueError says which row is bad, and why."""
@@ -338,6 +354,8 @@ def create_rl_dataset(
     dataset_class = get_dataset_class(config)
     if data_files is None and dataset_class is RLHFDataset:
         raise ValueError("data.train_files is not set: name files (docs/data.md), or an environment by env.id.")
+    if dataset_class is RLHFDataset and has("dataset", "many_rows"):
+        dataset_class = find("dataset", "many_rows").fitting(data_files, tokenizer)
     key, kwargs = f"data.custom_cls.name={config.custom_cls.name}", config.custom_cls.kwargs
     arguments = {"data_files": data_files, "tokenizer": tokenizer, "processor": None, "config": config}
     if max_samples != -1:

@@ -82,9 +82,8 @@ def build_datasets(
         train = create_rl_dataset(data.train_files or data.val_files, data, tokenizer, data.train_max_samples)
     if val is None and data.val_files:
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples)
-        if data.train_files:
-            prompts = [each.prompt_ids if isinstance(each, RLHFDataset) else [] for each in (train, val)]
-            report_overlap(*prompts, tokenizer)
+        if data.train_files and isinstance(train, RLHFDataset) and isinstance(val, RLHFDataset):
+            report_overlap(train.prompt_ids_like(val), val.prompt_ids, tokenizer)
     return train, val
 
 
@@ -196,6 +195,8 @@ def check_rows(
     """
     agents, dataset = load_agents(rollout.agent), loader.dataset
     if isinstance(dataset, RLHFDataset) and dataset.rows and gives_rows_as_they_are(dataset):
+        if conversations is None and AGENT_COLUMN not in dataset.column_names:
+            return
         rows = enumerate({"raw_prompt": row.get(dataset.prompt_key), **row} for row in dataset.rows)
     else:
         rows = ((position, loader.row(position)) for position in positions if not isinstance(dataset, StateDataset))

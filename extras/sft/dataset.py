@@ -21,12 +21,13 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural
 from configs.errors import notice_once
+from configs.extras import find, has
 from configs.import_utils import bind, check_reads, load_subclass
 from data.chat import ANSWER, START, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
 from data.padding import media_of
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
-from data.rows import BadRow, BadRows, Origin, check_is_read, files_key, print_report, read_rows
+from data.rows import NO_TEXT, BadRow, BadRows, Origin, check_is_read, files_key, print_report, read_rows
 from data.types import Message, Sample
 from extras.sft.settings import SFTDataConfig
 
@@ -56,29 +57,60 @@ class SFTDataset(Dataset):
         self.config = config
         self.tokenizer, self.end_id = tokenizer, end_id
         self.conversations = ConversationFormat(tokenizer, config, end_id)
-        self.samples: list[Sample] = []
         self.num_cut = self.num_texts = 0  # rows: cut to length, and with a text as the prompt
         unread: list[BadRow] = []
-        named = [data_files] if isinstance(data_files, str | Path) else list(data_files)
-        rows = read_rows(named, unread, files_key(named, config))
-        rows = rows[:max_samples] if max_samples >= 0 else rows
-        bad = BadRows(len(rows) + len(unread), self.config.max_bad_fraction, unread)
-        for origin, row in rows:
+        self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+        key = files_key(self.data_files, config)
+        self.lengths = self._lengths(key)
+        rows = self.lengths.rows if self.lengths else read_rows(self.data_files, unread, key)
+        positions = range(len(rows))[: max_samples if max_samples >= 0 else None]
+        looked_at = self.lengths.look(positions) if self.lengths else positions
+        bad, samples = BadRows(len(positions) + len(unread), self.config.max_bad_fraction, unread), {}
+        for position in looked_at:
+            origin, row = rows[position]
             try:
-                self.samples.append(self._encode(row, origin))
+                samples[position] = self._encode(row, origin)
             except ValueError as error:
                 bad.add(BadRow(origin, str(error), cause=error))
         bad.check()
+        self.samples: Sequence[Sample] = [*samples.values()]
+        if self.lengths:
+            left_out = dict.fromkeys(each for each in looked_at if each not in samples)
+            self.samples = self.lengths.leave_out(left_out, positions, lambda each: self._encode(*rows[each][::-1]))
+            first = rows[0][1]
+            is_text = first.get(config.messages_key) is None and isinstance(first.get(config.prompt_key), str)
+            self.num_texts = len(self.samples) * is_text
         if self.num_texts and tokenizer.chat_template:
             notice_once(
                 f"{plural(self.num_texts, 'row')} with a text as the prompt (data.prompt_key={config.prompt_key}), "
                 'which is read without the chat template. [{"role": "user", "content": …}] has it applied.'
             )
+        print_report(data_files, len(self.samples), self._describe(), bad.describe())
+
+    def _lengths(self, key: str) -> Any:
+        """Opens large parquet files, whose rows are looked at once and made when they are drawn; None: all others."""
+        if type(self) is not SFTDataset or not has("dataset", "lengths"):
+            return None
+        config = self.config
+        decisive = config.truncation, config.roles_to_train, config.turns_to_train, config.apply_chat_template_kwargs
+        return find("dataset", "lengths").fitting(
+            self.data_files,
+            self.tokenizer,
+            key,
+            keys=[(config.messages_key,), (config.prompt_key, config.response_key)],
+            encode=lambda row: len((made := self._sample(row, Origin("", 0))).prompt_ids) + len(made.token_ids),
+            limit=config.max_length,
+            settings=[self.end_id, config.prompt_dict_keys, config.response_dict_keys, *decisive],
+            empty=(*NO_TEXT, config.tools_key),
+        )
+
+    def _describe(self) -> str:
+        if self.lengths:
+            return f"at most {self.config.max_length} tokens each"
         lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in self.samples]
         learnt = sum(sum(sample.policy_mask) for sample in self.samples)
         cut = f"; {plural(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
-        about = f"{min(lengths)} to {max(lengths)} tokens each; {learnt} of {sum(lengths)} tokens are learnt{cut}"
-        print_report(data_files, len(lengths), about, bad.describe())
+        return f"{min(lengths)} to {max(lengths)} tokens each; {learnt} of {sum(lengths)} tokens are learnt{cut}"
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -86,12 +118,23 @@ class SFTDataset(Dataset):
     def __getitem__(self, position: int) -> dict[str, Any]:
         return {"sample": self.samples[position]}
 
-    def prompt_ids(self) -> list[list[int]]:
-        """Returns each row's token ids before the first that is learnt."""
-        return [sample.prompt_ids for sample in self.samples]
+    def prompt_ids(self, like: "SFTDataset | None" = None) -> list[list[int]]:
+        """Returns each row's token ids before the first that is learnt; of those, at least, that `like` has too."""
+        samples = self.samples
+        if self.lengths and like is not None:
+            rows = (row for _, row in read_rows(like.data_files, []))
+            samples = self.lengths.like(rows, (self.config.messages_key, self.config.prompt_key), samples)
+        return [sample.prompt_ids for sample in samples]
 
     def _encode(self, row: dict[str, Any], origin: Origin) -> Sample:
-        """Encodes a row: the tokens that are learnt are the policy's."""
+        """Encodes a row, and cuts it to data.max_length."""
+        sample = self._sample(row, origin)
+        fitting = fit_sample(sample, self.config, origin)
+        self.num_cut += fitting is not sample
+        return fitting
+
+    def _sample(self, row: dict[str, Any], origin: Origin) -> Sample:
+        """Encodes a row, however long: the tokens that are learnt are the policy's."""
         config = self.config
         is_answer = row.get(config.messages_key) is None
         key = config.prompt_key if is_answer else config.messages_key
@@ -111,9 +154,7 @@ class SFTDataset(Dataset):
                 sample = self.conversations.sample(prompt, row.get(config.tools_key))
         except (ValueError, TemplateError) as error:  # templates refuse messages by TemplateError
             raise ValueError(f"{origin}: {error}") from error
-        fitting = fit_sample(sample, config, origin)
-        self.num_cut += fitting is not sample
-        return fitting
+        return sample
 
     def _encode_answer(self, prompt: Prompt, row: dict[str, Any]) -> Sample:
         """Encodes a prompt to read and a response to learn."""

@@ -32,7 +32,7 @@ from data.rows import report_overlap
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler, fitting_batch_size
 from data.seeding import derive_seed, seed_everything
 from data.types import Sample
-from extras.sft.dataset import answer_end, create_sft_dataset
+from extras.sft.dataset import SFTDataset, answer_end, create_sft_dataset
 from extras.sft.settings import SFTConfig, SFTTrainerConfig
 from training.checkpoint import CONFIG_FILE, checkpoint_to_resume
 from training.metric_utils import timer
@@ -139,7 +139,8 @@ def prepare(config: SFTConfig) -> SFTParts:
     train_loader = PromptLoader(rows, batch_size, sampler, length_key="data.max_length")
     if data.val_files:
         held_out = create_sft_dataset(data.val_files, tokenizer, data, end_id, data.val_max_samples)
-        report_overlap(rows.prompt_ids(), held_out.prompt_ids(), tokenizer)
+        trained = rows.prompt_ids(like=held_out) if type(rows) is SFTDataset else rows.prompt_ids()
+        report_overlap(trained, held_out.prompt_ids(), tokenizer)
         order = SequentialSampler(held_out, data)
         val_loader = PromptLoader(held_out, data.train_batch_size, order, drop_last=False)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
