@@ -62,7 +62,7 @@ def check_early(config: Config) -> None:
     """Raises ValueError or FileNotFoundError for what a command can refuse before torch is imported, which takes
     seconds; the cheap first. Where this can say too little, later checks say the rest."""
     check_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
-    check_loggers(config)
+    logger_names(config)  # or raises
     check_users_files(config)
     check_gpus(config.trainer.n_gpus_per_node or 0)
     if not loads_files(config):
@@ -109,19 +109,17 @@ def check_names(config: Config) -> None:
 
 
 def logger_names(config: Any) -> list[str]:
-    """Lists the loggers of trainer.logger; verl's "file" is the record, which is always written."""
-    return [name for name in dict.fromkeys(as_list(config.trainer.logger)) if name != "file"]
-
-
-def check_loggers(config: Any) -> None:
-    """Raises ConfigError for a logger of an unknown name, or without its package, which is called as the logger is."""
-    for name in logger_names(config):
+    """Lists the loggers of trainer.logger; verl's "file" is the record, which is always written. Raises ConfigError for
+    an unknown name, or a missing package, which is called as its logger is."""
+    names = [name for name in dict.fromkeys(as_list(config.trainer.logger)) if name != "file"]
+    for name in names:
         check_present("logger", name, "trainer.logger")
         if name not in TABLE["logger"] and ":" not in name:
             known = ", ".join([*TABLE["logger"], "file"])
             raise ConfigError(f"trainer.logger has {name!r}: choose from {known}, or name file.py:Class of yours.")
         if name in TABLE["logger"] and name != "console" and find_spec(name) is None:
             raise ConfigError(f"trainer.logger has {name!r}: no such package. `pip install {name}`, or leave it out.")
+    return names
 
 
 def check_gpus(wanted: int) -> None:
@@ -158,7 +156,7 @@ def check_epoch(config: Config) -> None:
     if sources and is_plain:
         rows = sum(most_rows(file, size) for source in sources for file in source_files(source))
         rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
-        if rows < size:
+        if 0 < rows < size:
             raise no_batch(size, rows)
 
 

@@ -162,8 +162,8 @@ def users_part(error: BaseException) -> str:
         elif not line.startswith("  "):
             is_kept = not line.startswith(AROUND)
         kept += [line] if is_kept and line.strip() else []
-    has_frames, is_whole = any(map(FRAME.match, kept)), not FRAME.search(str(error))
-    return "\n".join(kept) if has_frames or (is_on_purpose(error) and is_whole) else ""
+    is_ours = isinstance(error, AssertionError) or not is_on_purpose(error) or FRAME.search(str(error))
+    return "" if is_ours and not any(map(FRAME.match, kept)) else "\n".join(kept)
 
 
 def is_on_purpose(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from configs.checks import check_loggers, logger_names
+from configs.checks import logger_names
 from configs.errors import latest
 from configs.extras import asked_for, find, has, present
 from configs.process import in_notebook
@@ -105,7 +105,6 @@ def observers_of(config: Any) -> list[type[Observer]]:
 
 def check_observers(config: Any) -> None:
     """Raises ConfigError for observers that cannot work: a package or a folder is missing."""
-    check_loggers(config)
     for observer in observers_of(config):
         observer.check(config)
 
