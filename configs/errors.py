@@ -1,6 +1,6 @@
 """Turns mistakes of the user into one line, names the line of the user's code that raised, and prints notices.
 
-HYDRA_FULL_ERROR=1 shows the traceback. Bugs of this repository keep theirs.
+HYDRA_FULL_ERROR=1 shows the traceback; bugs of this repository keep theirs.
 """
 
 import difflib
