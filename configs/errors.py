@@ -40,7 +40,7 @@ ELSEWHERE = {  # name in other frameworks → ours
     "val_freq": "test_freq", **dict.fromkeys(("model", "model_name", "model_name_or_path", "model_path"), "model.path"),
 }  # fmt: skip
 FRAME = re.compile(r'^ *File "([^"]+)", line \d+(?:, in (\S+))?', re.MULTILINE)
-AROUND = ("Traceback (", "The above exc", "During handling", "ray::", "\x1b[36mray::")  # lines between frames
+AROUND = ("Traceback (", "The above exc", "During handling", "ray::", "\x1b[36mray::", "raised at ")  # frames
 ALIKE = 0.65  # of difflib's ratio: lam is like lambda, and rloo not like retool
 FEW = 3  # keys of one last part: path, name and enable say nothing without their section
 notices.setLevel(NOTICE)

@@ -80,11 +80,12 @@ def most_rows(file: Path, enough: int) -> float:
     if file.suffix not in DATA_ENDINGS[1:] or file.name in SAVED_TO_DISK:
         return math.inf
     with file.open(encoding="utf-8-sig", errors="replace") as text:
-        lines = filter(str.strip, text)
+        is_csv = file.suffix == ".csv"  # where a line of blanks is a row
+        lines = (line for line in text if line.strip("\n" if is_csv else " \t\n"))
         first = next(lines, "")
-        if file.suffix != ".csv" and first.lstrip().startswith("["):
+        if not is_csv and first.lstrip().startswith("["):
             return sum(line.count("{") for line in (first, *lines))
-        return len([*islice(lines, enough)]) + (first != "" and file.suffix != ".csv")
+        return len([*islice(lines, enough)]) + (first != "" and not is_csv)
 
 
 def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:

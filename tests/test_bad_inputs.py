@@ -248,7 +248,7 @@ IN_TRAINING = [
          r"filter_groups.metric=acc: the reward returns no such number. Use score, or one of \['len'\]",
          score_py=SCORE.format("{'score': 1.0, 'len': 2}")),
     Case("custom loss raises", "actor_rollout_ref.model.external_lib=DIR/loss.py "
-         "actor_rollout_ref.actor.policy_loss.loss_mode=mine_raises", "KeyError", "loss.py:5",
+         "actor_rollout_ref.actor.policy_loss.loss_mode=mine_raises", 'loss.py", line 5', "\nKeyError: 'no'$",
          loss_py="from training.core_algos import register_policy_loss\n\n@register_policy_loss('mine_raises')\n"
          "def mine(*args, **kwargs):\n    return {}['no']\n"),
     Case("environment raises in step", "env.id=broken_step:Game-v0 env.path=DIR/make.py env.name=make "
@@ -302,12 +302,15 @@ RuntimeError: the loss failed"""
 
 def test_of_a_worker_that_failed_the_users_frames_are_shown_if_there_are_any(tmp_path):
     (file := tmp_path / "loss.py").touch()
-    of_users, of_ours = (WorkerError(FROM_A_WORKER.format(root=ROOT, file=name)) for name in (file, ROOT / "main.py"))
-    assert users_part(of_users).splitlines() == [
+    errors = [WorkerError(FROM_A_WORKER.format(root=ROOT, file=name)) for name in (file, ROOT / "main.py")]
+    for error in errors:
+        with pytest.raises(WorkerError):
+            exec(compile("raise error", "<driver>", "exec"), {"error": error})
+    assert users_part(errors[0]).splitlines() == [
         "training.roles.WorkerError: worker 1 failed:", f'  File "{file}", line 3, in mine', '    return seen["no"]',
         "           ~~~~^^^^^^", "KeyError: 'no'", "RuntimeError: the loss failed",
     ]  # fmt: skip
-    assert users_part(of_ours) == ""
+    assert users_part(errors[1]) == ""
 
 
 @pytest.mark.slow
