@@ -1,10 +1,10 @@
 """Trains a language model by reinforcement learning: python main.py --config-name frozenlake key=value …"""
 
-from configs.checks import check_config, check_files
+from configs.checks import check_config, check_early
 from configs.loader import command
 from configs.schema import Config
 
-main = command("ppo_trainer", Config, check_config, __doc__, "main.start", check_files)
+main = command("ppo_trainer", Config, check_config, __doc__, "main.start", check_early)
 if __name__ == "__main__":
     raise SystemExit(main())  # the imports below take seconds
 

@@ -5,21 +5,29 @@ A section refuses what it says itself (`check` in configs/schema.py). Nothing he
 
 import ast
 import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError, notice
-from configs.extras import TABLE, check_present, present
-from configs.import_utils import source_file, split_object
-from configs.paths import check_model_path, find_path, source_files
-from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, SamplingConfig
+from configs.errors import ConfigError, did_you_mean, notice
+from configs.extras import NEEDS_GROUPS, REGISTRIES, TABLE, check_present, present
+from configs.import_utils import load_extern_object, load_module, source_file, split_object
+from configs.paths import ROOT, check_model_path, find_path, most_rows, options, source_files
+from configs.process import most_gpus
+from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, EnvConfig, SamplingConfig
 
 USERS_FILES = (
     "env.path", "data.custom_cls.path", "data.sampler.class_path",
     "reward.custom_reward_function.path", "reward.reward_manager.path",
 )  # fmt: skip
+LIB_KEY = "actor_rollout_ref.model.external_lib"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REGISTERED = (  # names of functions that users may register: the setting, the kind, and what they write
+    ("algorithm.adv_estimator", "estimator", "register_adv_est"),
+    (f"{ACTOR}.policy_loss.loss_mode", "policy_loss", "register_policy_loss"),
+)
 
 
 def check_config(config: Config, takes_objects: bool = False) -> None:
@@ -50,14 +58,24 @@ def check_config(config: Config, takes_objects: bool = False) -> None:
         check_output_folder(trainer.default_local_dir)
 
 
-def check_files(config: Config) -> None:
-    """Raises ValueError or FileNotFoundError if no model, or no Python, is where a setting says.
-
-    A command asks before torch is imported, which takes seconds.
-    """
+def check_early(config: Config) -> None:
+    """Raises ValueError or FileNotFoundError for what a command can refuse before torch is imported, which takes
+    seconds; the cheap first. Where this can say too little, later checks say the rest."""
     check_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
-    for key in USERS_FILES:
-        path = attrgetter(key)(config)
+    logger_names(config)  # or raises
+    check_users_files(config)
+    check_gpus(config.trainer.n_gpus_per_node or 0)
+    if not loads_files(config):
+        check_names(config)
+        check_env_id(config.env)
+    check_epoch(config)
+
+
+def check_users_files(config: Config) -> None:
+    """Raises FileNotFoundError or ConfigError if no Python is where a setting names a file of the user's."""
+    named = [(key, attrgetter(key)(config)) for key in USERS_FILES]
+    named += [(LIB_KEY, path) for path in as_list(config.actor_rollout_ref.model.external_lib)]
+    for key, path in [*named, ("trainer.cls", split_object(config.trainer.cls)[0])]:
         if path and (file := source_file(path, key)):
             try:
                 ast.parse(file.read_bytes(), file.name)
@@ -65,9 +83,93 @@ def check_files(config: Config) -> None:
                 raise ConfigError(f"{key}={path}: {type(error).__name__}: {error}") from error
 
 
+def as_list(setting: str | list[str] | None) -> list[str]:
+    return [setting] if isinstance(setting, str) else list(setting or ())
+
+
+def loads_files(config: Config) -> bool:
+    """Says whether files of the user's are loaded before names are looked up, which those files may register."""
+    users = config.actor_rollout_ref.model.external_lib or config.trainer.cls != type(config.trainer).cls
+    return bool(users) or any(":" in name for name in logger_names(config))
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError for an estimator or a policy loss that nobody has registered, and no extra has."""
+    for key, kind, decorator in REGISTERED:
+        name, registry = attrgetter(key)(config), REGISTRIES[kind]
+        if name not in registry:
+            check_present(kind, name, key)
+            lowered, loaded = name.lower(), config.actor_rollout_ref.model.external_lib
+            is_recipe = lowered in options("recipe") and lowered not in registry
+            guess = f" Did you mean recipe={lowered}?" if is_recipe else did_you_mean(lowered, [*registry])
+            raise ConfigError(
+                f"{key}={name}: there is none of this name.{guess} There are {[*registry]}; one of yours stands under "
+                f"@{decorator}({name!r}) in a file that {LIB_KEY} names; it names {loaded or 'none'}."
+            )
+
+
+def logger_names(config: Any) -> list[str]:
+    """Lists the loggers of trainer.logger; verl's "file" is the record, which is always written. Raises ConfigError for
+    an unknown name, or a missing package, which is called as its logger is."""
+    names = [name for name in dict.fromkeys(as_list(config.trainer.logger)) if name != "file"]
+    for name in names:
+        check_present("logger", name, "trainer.logger")
+        if name not in TABLE["logger"] and ":" not in name:
+            known = ", ".join([*TABLE["logger"], "file"])
+            raise ConfigError(f"trainer.logger has {name!r}: choose from {known}, or name file.py:Class of yours.")
+        if name in TABLE["logger"] and name != "console" and find_spec(name) is None:
+            raise ConfigError(f"trainer.logger has {name!r}: no such package. `pip install {name}`, or leave it out.")
+    return names
+
+
+def check_gpus(wanted: int) -> None:
+    if wanted > (present := most_gpus()):
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={wanted}: {present} are there, by /dev and CUDA_VISIBLE_DEVICES. Lower it (0: "
+            "the CPU), or join a Ray cluster (docs/cluster.md)."
+        )
+
+
+def check_env_id(env: EnvConfig) -> None:
+    """Raises ConfigError for an id without a module that gymnasium does not have, where our factory takes it."""
+    is_ours = env.name == type(env).name and find_path(env.path).resolve() == ROOT / type(env).path
+    if not env.id or ":" in env.id or not is_ours:
+        return
+    check_id = load_extern_object("custom/gym/world.py", "check_id")
+    with suppress(ValueError):
+        return check_id(env.id)
+    load_module(env.path, "env.path")  # who has changed it may register the id there
+    try:
+        check_id(env.id)
+    except ValueError as error:
+        raise ConfigError(f"env.id={error}") from error
+
+
+def check_epoch(config: Config) -> None:
+    """Raises ValueError if the files alone show that no step has a full batch; rows may yet be left out of them."""
+    data, size = config.data, config.data.train_batch_size
+    by_files = data.custom_cls.path is None and data.sampler.class_path is None and data.dataset == "files"
+    trains = config.trainer.action == "train" and not config.trainer.val_only
+    if not by_files or not trains or size == type(data).train_batch_size or any(map(data.get, TABLE["sampler"])):
+        return
+    sources = as_list(data.train_files)
+    is_plain = all(source.partition(":")[0] not in TABLE["source"] for source in sources)
+    if sources and is_plain:
+        rows = sum(most_rows(file, size) for source in sources for file in source_files(source))
+        rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
+        if 0 < rows < size:
+            raise no_batch(size, rows)
+
+
+def no_batch(size: int, rows: float, length_key: str = "data.max_prompt_length") -> ConfigError:
+    """Makes the error of an epoch of so many rows that has no batch of this `size`; `length_key` drops long ones."""
+    remedy = f"Lower it, or give more rows ({length_key} may drop too many)"
+    return ConfigError(f"data.train_batch_size={size} cannot be filled: an epoch has {rows} rows. {remedy}.")
+
+
 def check_sources(key: str, files: str | list[str] | None) -> None:
     """Raises ConfigError if the setting `key` names a file, folder or glob without any data."""
-    for file in [files] if isinstance(files, str) else files or []:
+    for file in as_list(files):
         try:
             _ = str(file).partition(":")[0] in TABLE["source"] or source_files(file)
         except FileNotFoundError as error:
@@ -79,6 +181,11 @@ def check_batches(config: Config) -> None:
     if prompts * rollout.n < 2:
         raise ConfigError(
             f"data.train_batch_size={prompts} × {ROLLOUT}.n={rollout.n} is one sequence a step: raise either."
+        )
+    if rollout.n < 2 and (name := config.algorithm.adv_estimator) in NEEDS_GROUPS:
+        raise ConfigError(
+            f"{ROLLOUT}.n={rollout.n}: algorithm.adv_estimator={name} compares the samples of one prompt and needs at "
+            "least 2 (8 is usual)."
         )
     for name, wrong, word in (
         ("prompt", rollout.prompt_length < data.max_prompt_length, "below"),

@@ -1,6 +1,6 @@
 """Turns mistakes of the user into one line, names the line of the user's code that raised, and prints notices.
 
-HYDRA_FULL_ERROR=1 shows the traceback. Bugs of this repository, and all errors during training, keep theirs.
+HYDRA_FULL_ERROR=1 shows the traceback; bugs of this repository keep theirs.
 """
 
 import difflib
@@ -39,6 +39,8 @@ ELSEWHERE = {  # name in other frameworks → ours
     "total_step": "total_training_steps", "total_steps": "total_training_steps",
     "val_freq": "test_freq", **dict.fromkeys(("model", "model_name", "model_name_or_path", "model_path"), "model.path"),
 }  # fmt: skip
+FRAME = re.compile(r'^ *File "([^"]+)", line \d+(?:, in (\S+))?', re.MULTILINE)
+AROUND = ("Traceback (", "The above exc", "During handling", "ray::", "\x1b[36mray::", "raised at ")  # frames
 ALIKE = 0.65  # of difflib's ratio: lam is like lambda, and rloo not like retool
 FEW = 3  # keys of one last part: path, name and enable say nothing without their section
 notices.setLevel(NOTICE)
@@ -85,7 +87,8 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def late_refusals() -> Iterator[None]:
-    """Ends the command with one line at a ConfigError, also of a worker's; says by its exit code what may pass."""
+    """Ends the command with one line at a ConfigError, also of a worker's, and with the user's part of another error;
+    says by its exit code what may pass."""
     try:
         yield
     except ConfigError as error:
@@ -97,6 +100,11 @@ def late_refusals() -> Iterator[None]:
             refuse(str(error), error)
         sys.excepthook(*sys.exc_info())
         raise SystemExit(TEMPORARY) from error
+    except Exception as error:  # everything else is raised again
+        if shows_tracebacks() or not (text := users_part(error)):
+            raise
+        print(text, file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 def refuse(message: str, error: Exception) -> NoReturn:
@@ -140,6 +148,22 @@ def users_line(error: BaseException) -> str | None:
             if is_users(frame.filename) and (frame.filename, frame.name) not in ENTRANCES:
                 return f"{frame.filename}:{frame.lineno}"
     return None
+
+
+def users_part(error: BaseException) -> str:
+    """Returns what is printed of an error, and of those that caused it, without frames of ours and of libraries; "" if
+    no frame is the user's, and no `raise` of ours says it all.
+
+    A message may hold the traceback of another process, so all is read as text."""
+    text, kept, is_kept = "".join(traceback.format_exception(error)), list[str](), True
+    for line in text.splitlines():
+        if frame := FRAME.match(line):
+            is_kept = is_users(frame[1]) and (frame[1], frame[2]) not in ENTRANCES
+        elif not line.startswith("  "):
+            is_kept = not line.startswith(AROUND)
+        kept += [line] if is_kept and line.strip() else []
+    is_ours = isinstance(error, AssertionError) or not is_on_purpose(error) or FRAME.search(str(error))
+    return "" if is_ours and not any(map(FRAME.match, kept)) else "\n".join(kept)
 
 
 def is_on_purpose(error: BaseException) -> bool:

@@ -51,9 +51,10 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
         "openai": "extras.openai.rollout:OpenAIRollout",
     },
     "sync": {"plain": "workers.weight_sync:WeightSync", "certificate": "extras.certificate.certificate:Certificate"},
-    # algorithms: estimators and losses beside those that the core registers, in one mapping of each kind; others by the
-    # setting that asks for them
-    "estimator": dict.fromkeys(
+    # algorithms: estimators and losses beside those that users register (`REGISTRIES`), in one mapping of each module;
+    # others by the setting that asks for them
+    "estimator": dict.fromkeys(("gae", "grpo", "grpo_vectorized"), "training.core_algos:ESTIMATORS")
+    | dict.fromkeys(
         (
             *("turn_gae", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", "spo"),
             *("gdpo", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline", "max_rl"),
@@ -63,7 +64,8 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
     )
     | {"prime": "extras.prime.estimator:ESTIMATORS"}
     | dict.fromkeys(("opd", "no_rewards"), "extras.distillation.divergence:ESTIMATORS"),
-    "policy_loss": dict.fromkeys(
+    "policy_loss": {"vanilla": "training.losses:LOSSES", "bypass_mode": "extras.rollout_correction.correction:LOSSES"}
+    | dict.fromkeys(
         ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro", "sppo"),
         "extras.algorithms.policy_losses:LOSSES",
     )
@@ -194,6 +196,12 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
         },
     },
 }
+# Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those
+# that whiten over the batch as well still have the batch to compare it with.
+NEEDS_GROUPS = frozenset((
+    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "max_rl", "sppo", "fapo"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline", "prime"),
+))  # fmt: skip
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("distillation", "http"),
     ("evaluation", "standalone"),
@@ -300,6 +308,9 @@ class Registry(UserDict):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+REGISTRIES = {kind: Registry(kind) for kind in ("estimator", "policy_loss")}
 
 
 def check_present(kind: str, name: str, key: str = "") -> None:

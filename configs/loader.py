@@ -34,7 +34,7 @@ from yaml import YAMLError
 from configs.checks import check_config
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
 from configs.extras import absence, absent_extra_of, commands, find, present, setting_at
-from configs.paths import home_spelt_out
+from configs.paths import CONFIG_DIR, home_spelt_out, options
 from configs.schema import Config
 from configs.settings import (
     Keys,
@@ -54,7 +54,6 @@ from configs.settings import (
     unresolved,
 )
 
-CONFIG_DIR = Path(__file__).parent
 NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_files")  # they name a run that has no name
 REWARDS = ("custom_reward_function", "functions", "reward_manager", "reward_model.model.path")
 ALGORITHM = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.seed")
@@ -69,7 +68,7 @@ def command(
     check: Callable[[Any], None],
     description: str | None,
     run: str,
-    check_files: Callable[[Any], None] | None = None,
+    check_early: Callable[[Any], None] | None = None,
 ) -> Callable[..., None]:
     """Makes the `main` of an entry point, which composes and checks a config, then imports `run` and calls it.
 
@@ -77,7 +76,7 @@ def command(
         name: the yaml file that is read without --config-name; it and others stand beside the `schema`.
         check: raises ConfigError for settings that contradict each other.
         run: the name of a function of the config, "module.function".
-        check_files: does the same for files that are not there, before `run` is imported.
+        check_early: raises ValueError for what cannot work here, before `run` is imported, which takes seconds.
     """
 
     def main(argv: list[str] | None = None) -> None:
@@ -88,8 +87,8 @@ def command(
 
         def start(config: Any) -> None:
             with refusals():
-                if check_files:
-                    check_files(config)
+                if check_early:
+                    check_early(config)
             if argv is None and setting_at(config, RESTARTS):
                 config = find("optional", RESTARTS)(config)  # comes back in the process that is to run
             with late_refusals():
@@ -332,11 +331,6 @@ def read_as_text(parser: OverridesParser, key: str, value: str) -> Override:
         return parser.parse_override(f"{key}='{quoted}'")
     except HydraException as error:
         raise ConfigError(f"cannot read {key}={value}: {first_line(error)}.") from error
-
-
-def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
-    """Lists the yaml files of a group, in the folder of its name in `folder` and in the shipped configs."""
-    return sorted({path.stem for root in (folder, CONFIG_DIR) for path in (root / kind).glob("*.yaml")})
 
 
 def choose_groups(overrides: list[Override], folder: Path) -> tuple[dict[str, Any], list[Override]]:

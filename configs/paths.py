@@ -1,11 +1,16 @@
 """Finds the files that the config names, from any working directory, and those that ship with this repository."""
 
 import glob
+import math
 import re
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CONFIG_DIR = ROOT / "configs"
 DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".csv")
+SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
 SPLITS = {  # by the names that the hub's files and folders give them
     "train": "train(?:ing)?",
     "validation": "val(?:id(?:ation)?)?|dev",
@@ -61,6 +66,31 @@ def source_files(source: str | Path) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"{source}: {problem} (looked in {Path.cwd()}).")
     return sorted(files)
+
+
+def most_rows(file: Path, enough: int) -> float:
+    """Returns a number that the rows of a data file do not exceed, at most `enough` of them; infinity: it is unknown.
+
+    Nothing is parsed: an object in an array begins with a brace, and any other row has a line of its own."""
+    if file.suffix == ".parquet":
+        from pyarrow import ArrowException, parquet  # takes a while, and no other check needs it
+
+        with suppress(ArrowException, OSError):
+            return parquet.read_metadata(file).num_rows
+    if file.suffix not in DATA_ENDINGS[1:] or file.name in SAVED_TO_DISK:
+        return math.inf
+    with file.open(encoding="utf-8-sig", errors="replace") as text:
+        is_csv = file.suffix == ".csv"  # where a line of blanks is a row
+        lines = (line for line in text if line.strip("\n" if is_csv else " \t\n"))
+        first = next(lines, "")
+        if not is_csv and first.lstrip().startswith("["):
+            return sum(line.count("{") for line in (first, *lines))
+        return len([*islice(lines, enough)]) + (first != "" and not is_csv)
+
+
+def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
+    """Lists the yaml files of a group, in the folder of its name in `folder` and in the shipped configs."""
+    return sorted({path.stem for root in (folder, CONFIG_DIR) for path in (root / kind).glob("*.yaml")})
 
 
 def split_of(path: Path) -> str | None:

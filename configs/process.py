@@ -7,6 +7,7 @@ A thread that waits for work spins before it sleeps. Without spinning a small mo
 import atexit
 import io
 import logging
+import math
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -261,6 +263,19 @@ def available_cores() -> tuple[int, str]:
     if quota is not None and quota < allowed:
         return max(1, int(quota)), f"a CPU quota of {quota:g}"
     return allowed, "the machine's cores" if allowed == machine else f"{allowed} of the machine's {machine} cores"
+
+
+def most_gpus(devices: Path = Path("/dev")) -> float:
+    """Counts the GPUs whose files a driver has in `devices` and CUDA_VISIBLE_DEVICES leaves: no more can be used.
+    Infinity: other files show others, or a Ray cluster, which a run would join, may have them."""
+    address, visible = os.environ.get("RAY_ADDRESS", ""), os.environ.get("CUDA_VISIBLE_DEVICES")
+    cluster = Path(os.environ.get("RAY_TMPDIR", gettempdir()), "ray", "ray_current_cluster")  # `ray start` writes it
+    joins = cluster.exists() if address in ("", "auto") else address != "local"
+    if joins or any(file for name in ("dxg", "kfd", "nvhost*") for file in devices.glob(name)):  # WSL, AMD, Jetson
+        return math.inf
+    files = len([*devices.glob("nvidia[0-9]*")])
+    left = files if visible is None else len([name for name in visible.split(",") if name not in ("", "-1")])
+    return min(files, left)
 
 
 def cpu_quota(group: Path = GROUP, root: Path = GROUPS) -> float | None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural
 from configs.errors import notice, notice_once
 from configs.extras import TABLE, find
-from configs.paths import DATA_ENDINGS, find_path, source_files
+from configs.paths import DATA_ENDINGS, SAVED_TO_DISK, find_path, source_files
 from data.padding import PromptIds, media_of
 from data.types import Row
 
@@ -42,7 +42,6 @@ NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns
 ENDINGS_OF_DATASETS = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv", ".arrow")  # which the package `datasets` reads
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 OF_TOOLS = ("tools", "tool_calls", "function")  # keys of what describes tools, or calls them
-SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
 LONGEST_CELL = 1 << 30  # characters; csv's own limit is 128 K
 SHOWN, SHOWN_BAD = 3, 5  # rows that are spelt out: of those left out, of those that end the run
 SHOWN_TEXT = 80  # characters of a prompt that is in both sets

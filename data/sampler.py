@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from configs.errors import notice
+from configs.checks import no_batch
+from configs.errors import ConfigError, notice
 from configs.extras import asked_for
 from configs.import_utils import bind, check_reads, load_subclass, required_arguments
 from configs.schema import DataConfig
@@ -243,12 +244,9 @@ class PromptLoader:
         """Returns the rows at these positions as a batch."""
         return collate_fn([{**self.row(position), "dataset_position": position} for position in positions])
 
-    def _no_batch(self) -> ValueError:
+    def _no_batch(self) -> ConfigError:
         rows = epoch_rows(self.dataset, self.sampler, self.left_out)
-        remedy = f"Lower it, or give more rows ({self.length_key} may drop too many)"
-        return ValueError(
-            f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {rows} rows. {remedy}."
-        )
+        return no_batch(self.batch_size, rows, self.length_key)
 
 
 def epoch_rows(dataset: Sized, sampler: AbstractSampler, left_out: Collection[int]) -> int:

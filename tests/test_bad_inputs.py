@@ -1,16 +1,21 @@
 """A user who got something wrong sees the cause, the remedy, and nothing expensive before it could be known."""
 
+import os
 import re
 import shlex
-import traceback
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 import main
+from configs.checks import check_early
+from configs.errors import users_part
 from custom.env_wrapper import ENVIRONMENTS
-from tests.runs import learning_metrics, run_main, short_run
+from tests.runs import ROOT, compose, learning_metrics, run_main, short_run
+from training.roles import WorkerError
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +91,62 @@ class Case:
         return [part for part in self.says if not re.search(part, output)]
 
 
+BEFORE_TORCH = [
+    Case("n of 1 with grpo", "actor_rollout_ref.rollout.n=1", "rollout.n=1: .*grpo compares", "at least 2"),
+    Case("folder without a model", "actor_rollout_ref.model.path=DIR", "has no config.json", "save_pretrained"),
+    Case("reward file does not parse", "", "function.path=.*SyntaxError", r"score.py, line 1", score_py="def ("),
+    Case("library does not parse", "actor_rollout_ref.model.external_lib=[DIR/mine.py]",
+         "external_lib=.*mine.py, line 1", mine_py="def ("),
+    Case("trainer is not there", "trainer.cls=DIR/mine.py:Mine", "trainer.cls=.*there is no file"),
+    Case("estimator", "algorithm.adv_estimator=gppo", "gppo: there is none of this name. Did you mean", "'grpo'"),
+    Case("recipe", "algorithm.adv_estimator=dapo", "Did you mean recipe=dapo"),
+    Case("loss", "actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "Did you mean 'vanilla'"),
+    Case("logger", "trainer.logger=[console,comet]", "trainer.logger has 'comet': choose from console"),
+    Case("GPUs", "trainer.n_gpus_per_node=99", r"n_gpus_per_node=99: \d+ are there"),
+    Case("environment", "env.id=FrozenLak-v1", "env.id='FrozenLak-v1': .*Did you mean: `FrozenLake`", env=True),
+    Case("its version", "env.id=FrozenLake-v9", "env.id='FrozenLake-v9': .* provides", env=True),
+    Case("batch above the rows", "data.train_batch_size=9", "=9 cannot be filled: an epoch has 8 rows. Lower it"),
+    Case("batch above the samples", "data.train_max_samples=3", "=4 cannot be filled: an epoch has 3 rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEFORE_TORCH, ids=lambda case: case.name)
+def test_what_needs_no_torch_is_refused_before_it_is_imported(case, tmp_path):
+    (tmp_path / "config.json").touch()  # as of a model
+    command = case.command(tmp_path, tmp_path)
+    if case.name == "folder without a model":
+        (tmp_path / "config.json").unlink()
+    argv = [sys.executable, "-X", "importtime", "main.py", "--config-name", "frozenlake", *command]
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True)
+    assert done.returncode == 2 and not case.unsaid_in(done.stderr.rpartition("\nerror: ")[2])
+    assert not re.search(r"\| +(torch|transformers|ray|pandas)$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train_batch_size=9", "trainer.val_only=true"],
+        ["data.train_batch_size=9", "trainer.dry_run=true"],  # which takes two prompts
+        ["data.train_batch_size=9", "data.sampler={class_path: mine.py, class_name: Mine}"],
+        ["data.train_batch_size=9", "data.custom_cls={path: mine.py, name: Mine}"],
+        ["algorithm.adv_estimator=mine", "actor_rollout_ref.model.external_lib=mine.py"],
+        ["algorithm.adv_estimator=mine", "trainer.cls=mine.py:Mine"],
+        ["algorithm.adv_estimator=mine", "trainer.logger=[mine.py:Mine]"],
+        [*(ENV := ("data.train_files=null",)), "env.id=mine.py:Mine-v0"],
+        [*ENV, "env.id=Mine-v0", "env.path=mine.py"],
+        [*ENV, "env.id=Mine-v0", "actor_rollout_ref.model.external_lib=mine.py"],
+        [*ENV, "env.id=FrozenLake"],
+        [*ENV, "env.id=CartPole-v1"],
+    ],
+)
+def test_what_the_users_files_may_yet_bring_is_not_refused_before_they_are_loaded(overrides, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("1 / 0")
+    command = Case("none", "trainer.test_freq=-1").command(tmp_path, tmp_path)
+    (tmp_path / "config.json").touch()
+    check_early(compose(*command, *overrides))
+
+
 BEFORE_ANYTHING_STARTS = [
     Case("episodes scored twice", "env.mode=episode reward.custom_reward_function.path=DIR/score.py",
          "the environment pays for its episodes", env=True),
@@ -107,7 +168,6 @@ BEFORE_ANYTHING_STARTS = [
          "env.val_episodes=0", env=True, mine_py="from torch.utils.data import Dataset\nclass Mine(Dataset):\n"
          "  def __init__(self, *_, **__): pass\n  def __len__(self): return 9\n"
          "  def __getitem__(self, i): return {'prompt': 'S'}\n"),
-    Case("folder without a model", "actor_rollout_ref.model.path=DIR", "has no config.json", "save_pretrained"),
     Case("chat template", "actor_rollout_ref.model.custom_chat_template='A {% for %}'",
          "actor_rollout_ref.model.custom_chat_template: line 1 of the chat template is no jinja: Expected"),
     Case("folder without a tokenizer", "actor_rollout_ref.model.tokenizer_path=DIR", "tokenizer_path=.*no tokenizer"),
@@ -118,10 +178,8 @@ BEFORE_ANYTHING_STARTS = [
          "continues a text.*docs/models.md", config_json='{"model_type": "t5"}'),
     Case("critic of a kind without a value head", "critic.enable=true critic.model.path=DIR", "critic.model.path: "
          "transformers has no gptj with a value a token.*without one", config_json='{"model_type": "gptj"}'),
-    Case("reward file does not parse", "", "function.path=.*SyntaxError", r"score.py, line 1", score_py="def ("),
     Case("reward file raises", "", "ZeroDivisionError", r"\(.*score.py:2\)", score_py="x = 0\ny = 1 / x\n"),
     Case("no reward", "reward.custom_reward_function.path=null", "nothing scores the", "row 0 is 'rows.jsonl'"),
-    Case("n of 1 with grpo", "actor_rollout_ref.rollout.n=1", "rollout.n=1: .*grpo compares", "at least 2"),
     Case("checkpoint to resume absent", "trainer.resume_mode=resume_path trainer.resume_from_path=DIR/global_step_9",
          "resume_from_path="),
     Case("custom engine does not load", "actor_rollout_ref.rollout.name=DIR/engine.py", "NameError",
@@ -190,7 +248,7 @@ IN_TRAINING = [
          r"filter_groups.metric=acc: the reward returns no such number. Use score, or one of \['len'\]",
          score_py=SCORE.format("{'score': 1.0, 'len': 2}")),
     Case("custom loss raises", "actor_rollout_ref.model.external_lib=DIR/loss.py "
-         "actor_rollout_ref.actor.policy_loss.loss_mode=mine_raises", "KeyError", "loss.py:5",
+         "actor_rollout_ref.actor.policy_loss.loss_mode=mine_raises", 'loss.py", line 5', "\nKeyError: 'no'$",
          loss_py="from training.core_algos import register_policy_loss\n\n@register_policy_loss('mine_raises')\n"
          "def mine(*args, **kwargs):\n    return {}['no']\n"),
     Case("environment raises in step", "env.id=broken_step:Game-v0 env.path=DIR/make.py env.name=make "
@@ -202,13 +260,57 @@ IN_TRAINING = [
 
 
 @pytest.mark.parametrize("case", IN_TRAINING, ids=lambda case: case.name)
-def test_what_only_training_can_show_ends_in_a_traceback_whose_last_lines_name_cause_and_line(
-    case, tiny_model, tmp_path, monkeypatch
+def test_what_only_training_can_show_ends_with_the_users_frames_and_a_line_that_names_the_cause(
+    case, tiny_model, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(Exception) as caught:
-        main.main(["--config-name", "frozenlake", *case.command(tiny_model, tmp_path)])
-    assert not case.unsaid_in("".join(traceback.format_exception_only(caught.value)))
+    command = ["--config-name", "frozenlake", *case.command(tiny_model, tmp_path)]
+    with pytest.raises(SystemExit):
+        main.main(command)
+    last = capsys.readouterr().err
+    frames = re.findall(r'^ *File "(.+?)"', last, re.MULTILINE)
+    assert not case.unsaid_in(last) and {Path(file).parent for file in frames} <= {tmp_path}
+    assert len(last.splitlines()) < 12
+    if case is IN_TRAINING[0]:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+        with pytest.raises(RuntimeError, match="JSONDecodeError"):
+            main.main(command)
+
+
+def test_a_failure_in_training_that_is_not_the_users_keeps_its_traceback(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.ray_trainer.reward_metrics", None)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        main.main(["--config-name", "frozenlake", *Case("none", "").command(tiny_model, tmp_path)])
+
+
+FROM_A_WORKER = """worker 1 failed:
+ray::RemoteWorker.call() (pid=7, ip=10.0.0.1)
+  File "{root}/workers/ray_group.py", line 9, in call
+    return getattr(self.worker, method)(*share)
+  File "{file}", line 3, in mine
+    return seen["no"]
+           ~~~~^^^^^^
+KeyError: 'no'
+
+The above exception was the direct cause of the following exception:
+
+ray::RemoteWorker.call() (pid=7, ip=10.0.0.1)
+  File "{root}/workers/dp_actor.py", line 9, in update
+    raise RuntimeError("the loss failed") from error
+RuntimeError: the loss failed"""
+
+
+def test_of_a_worker_that_failed_the_users_frames_are_shown_if_there_are_any(tmp_path):
+    (file := tmp_path / "loss.py").touch()
+    errors = [WorkerError(FROM_A_WORKER.format(root=ROOT, file=name)) for name in (file, ROOT / "main.py")]
+    for error in errors:
+        with pytest.raises(WorkerError):
+            exec(compile("raise error", "<driver>", "exec"), {"error": error})
+    assert users_part(errors[0]).splitlines() == [
+        "training.roles.WorkerError: worker 1 failed:", f'  File "{file}", line 3, in mine', '    return seen["no"]',
+        "           ~~~~^^^^^^", "KeyError: 'no'", "RuntimeError: the loss failed",
+    ]  # fmt: skip
+    assert users_part(errors[1]) == ""
 
 
 @pytest.mark.slow

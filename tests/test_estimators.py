@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.extras import NEEDS_GROUPS
 from tests.batches import close
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, AdvantageEstimator, Groups
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator, Groups
 
 NAN = math.nan
 SEEDS = range(20)
@@ -241,7 +242,7 @@ def test_the_sample_alone_in_its_group_and_two_nearly_equal_ones():
     close(ADV_ESTIMATOR_REGISTRY["grpo"](rewards, mask, ["a", "a"])[0], [[-0.698078], [0.696416]])
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS_GROUPS))
+@pytest.mark.parametrize("name", sorted(NEEDS_GROUPS & {*NAMES}))
 def test_a_sample_whose_whole_group_else_failed_teaches_nothing(name):
     """A constant reward of 10 gives the survivor of a group no gradient; a group of one keeps its raw score."""
     batch = replace(equal_scores(10.0, [3, 3, 2, 2]), index=np.array(list("aabc"), dtype=object))

@@ -1,14 +1,22 @@
 """Paths lead to shipped defaults from every working directory, to users' own from theirs, to scripts as files."""
 
+import csv
+import json
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.import_utils import load_module
-from configs.paths import ROOT, check_model_path, find_path, home_spelt_out, source_files
+from configs.paths import ROOT, check_model_path, find_path, home_spelt_out, most_rows, source_files
+from data.rows import read_rows
 
 # Runs each file as `python FILE --help` from elsewhere would, in one process: only its own folder is on the path.
 AS_FILES = """
@@ -109,3 +117,31 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path, setting
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert not re.search(r"\| +torch$", ran.stderr, re.MULTILINE)
     assert ran.returncode == 2 and f"error: {text}" in ran.stderr, ran.stderr
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "spaced.jsonl", "json", "pretty.json", "csv", "parquet"])
+@given(texts=st.lists(st.text("a{\n\r\u2028,", min_size=1), min_size=1, max_size=6), enough=st.integers(1, 8))
+def test_a_file_has_no_more_rows_than_are_counted_without_parsing_it(tmp_path_factory, kind, texts, enough):
+    file, rows = tmp_path_factory.mktemp("rows") / f"rows.{kind}", [{"prompt": text} for text in texts]
+    match kind:
+        case "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        case "csv":
+            with file.open("w", newline="") as opened:
+                csv.writer(opened).writerows([["prompt"], *([text] for text in texts)])
+        case "json" | "pretty.json":
+            file.write_text(
+                "\ufeff\n" * (kind == "json") + json.dumps(rows, indent=1 if kind == "pretty.json" else None)
+            )
+        case _:
+            file.write_text(("\n \n" * kind.startswith("s") or "\n").join(map(json.dumps, rows)))
+    counted = most_rows(file, enough)
+    assert counted >= min(len(read_rows(file)), enough)
+    if not any(set("{\n\r") & set(text) for text in texts):
+        assert counted in (len(rows), enough)
+
+
+def test_rows_of_files_that_others_read_are_not_counted(tmp_path):
+    for name in ("rows.jsonl.gz", "state.json", "rows.tsv", "broken.parquet"):
+        (tmp_path / name).write_text("{}")
+        assert most_rows(tmp_path / name, 9) == math.inf

@@ -1,11 +1,12 @@
 """The number of threads that a worker gets: one rule, whose parts are tried with files as a container has them."""
 
+import math
 import os
 
 import pytest
 
 from configs import process
-from configs.process import Threads, available_cores, cpu_quota, memory_and_disk, worker_threads
+from configs.process import Threads, available_cores, cpu_quota, memory_and_disk, most_gpus, worker_threads
 from tests.runs import compose
 
 
@@ -86,3 +87,31 @@ def test_a_variable_that_is_no_number_is_refused_unless_the_config_decides(monke
     with pytest.raises(ValueError, match=f"^OMP_NUM_THREADS={declared} is no number .*trainer.n_threads"):
         compose()
     compose("trainer.n_threads=2")
+
+
+@pytest.mark.parametrize(
+    ("files", "variables", "wanted"),
+    [
+        ("", {}, 0),
+        ("nvidiactl nvidia-uvm", {}, 0),
+        ("nvidia0 nvidia1 nvidiactl", {}, 2),
+        ("nvidia0 nvidia1", {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        ("nvidia0 nvidia1", {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ("nvidia0", {"CUDA_VISIBLE_DEVICES": "0,1"}, 1),
+        ("dxg", {}, math.inf),
+        ("kfd", {}, math.inf),
+        ("", {"RAY_ADDRESS": "10.0.0.1:6379"}, math.inf),
+        ("", {"RAY_ADDRESS": "local"}, 0),
+        ("ray/ray_current_cluster", {}, math.inf),
+        ("ray/ray_current_cluster", {"RAY_ADDRESS": "local"}, 0),
+    ],
+)
+def test_no_more_gpus_can_be_used_than_there_are_files_of(files, variables, wanted, tmp_path, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RAY_TMPDIR": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    for file in files.split():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    assert most_gpus(tmp_path) == wanted

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.extras import Registry
+from configs.extras import REGISTRIES
 from configs.import_utils import bind
 from configs.schema import ActorConfig
 from data.padding import last_token
@@ -29,11 +29,9 @@ from training.losses import Pair, ReadableNamespace, get_policy_loss_fn, key_of,
 AdvEstimatorFn = Callable[..., Pair]
 Labels = Sequence[Hashable] | np.ndarray | Tensor  # [B], the prompt of each row
 
-ADV_ESTIMATOR_REGISTRY = Registry("estimator")  # of `AdvEstimatorFn`
+ADV_ESTIMATOR_REGISTRY = REGISTRIES["estimator"]  # of `AdvEstimatorFn`
+ESTIMATORS: dict[str, AdvEstimatorFn] = {}  # of this file; configs/extras.py names them
 
-# Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those
-# that whiten over the batch as well still have the batch to compare it with.
-NEEDS_GROUPS = {"grpo", "grpo_vectorized"}
 # Estimators that cannot be given a KL penalty or one of length in the reward, and the reason.
 TAKES_NO_PENALTY: dict[str, str] = {}
 
@@ -193,7 +191,7 @@ def outcome(of_rows: Callable[..., Tensor]) -> AdvEstimatorFn:
 BASE = ("token_level_rewards", "response_mask", "index")
 
 
-@register_adv_est("gae")
+@register_adv_est("gae", registry=ESTIMATORS)
 @torch.no_grad()
 def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
@@ -215,8 +213,8 @@ def discounted_td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: f
     return sum_to_go(rewards + gamma * next_values - values, mask, gamma * lam)
 
 
-@register_adv_est("grpo_vectorized")
-@register_adv_est("grpo")
+@register_adv_est("grpo_vectorized", registry=ESTIMATORS)
+@register_adv_est("grpo", registry=ESTIMATORS)
 @outcome
 def compute_grpo_outcome_advantage(
     scores: Tensor,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from configs.extras import Registry
+from configs.extras import REGISTRIES
 from configs.import_utils import accepts, bind, callable_name
 from configs.schema import AGGREGATION_MODES
 from configs.settings import Readable
@@ -35,7 +35,8 @@ TokenLosses = tuple[Tensor, dict[str, Tensor]]  # losses and, by name, metrics; 
 LossConfig = Any  # the settings of actor_rollout_ref.actor, and `global_batch_info`, keyword arguments of `agg_loss`
 Metrics = dict[str, float | Tensor]  # tensors of one element: reading them would wait for the device
 
-POLICY_LOSS_REGISTRY = Registry("policy_loss")  # of `PolicyLoss`
+POLICY_LOSS_REGISTRY = REGISTRIES["policy_loss"]  # of `PolicyLoss`
+LOSSES: dict[str, "PolicyLoss"] = {}  # of this file; configs/extras.py names them
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def clip_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: flo
 # In their formulas A is the advantage, ratio is exp(log_prob - old_log_prob), and sg() stops the gradient.
 
 
-@register_policy_loss("vanilla", silent_at_zero=True)
+@register_policy_loss("vanilla", registry=LOSSES, silent_at_zero=True)
 @token_loss()
 def compute_policy_loss_vanilla(t: Tokens, config: LossConfig) -> TokenLosses:
     """PPO's clipped loss, with the dual clip (arXiv:1912.09729): where A < 0, at most -A · clip_ratio_c.

@@ -6,20 +6,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import check_cuts
+from configs.checks import LIB_KEY, check_cuts, check_names
 from configs.errors import ConfigError, did_you_mean
-from configs.extras import Registry, asked_for, check_present, find
+from configs.extras import asked_for, find
 from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
-from configs.loader import options
 from configs.schema import Config, DataConfig
 from data.chat import QUESTION, ChatFormat
 from data.pretrained import check_has_head, check_positions, load_model_config, load_tokenizer
 from data.seeding import seed_everything
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, TAKES_NO_PENALTY
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, TAKES_NO_PENALTY
 from training.environment import data_settings, load_conversations
-from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
+from training.losses import TENSOR_ARGS, bind_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.roles import (
     ROLES,
@@ -34,8 +33,6 @@ from training.roles import (
     teaches,
 )
 from training.tracking import check_observers
-
-LIB_KEY = "actor_rollout_ref.model.external_lib"
 
 
 @dataclass(frozen=True)
@@ -92,19 +89,12 @@ def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer
 def check_algorithm(config: Config) -> None:
     """Raises ConfigError unless estimator and policy loss exist, can be called, and are given what they need."""
     algorithm, settings = config.algorithm, loss_settings(config)
-    name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    check_known(config, "algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY)
-    check_known(config, loss_key, settings.loss_mode, POLICY_LOSS_REGISTRY)
+    name, loss_key = algorithm.adv_estimator, "actor_rollout_ref.actor.policy_loss.loss_mode"
+    check_names(config)
     function, estimator = policy_loss_of(config).function, ADV_ESTIMATOR_REGISTRY[name]
     check_accepts(loss_key, settings.loss_mode, function, settings.kwargs)
     if estimator.__module__.startswith(("training.", "extras.")) or not accepts(estimator, "config"):
         check_accepts("algorithm.adv_estimator", name, estimator, algorithm.adv_estimator_kwargs)
-    if name in NEEDS_GROUPS and samples < 2:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.n={samples}: algorithm.adv_estimator={name} compares the samples of one prompt "
-            "and needs at least 2 (8 is usual)."
-        )
     if config.critic.enable is False and "values" in estimator_needs(name):
         raise ConfigError(f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave that out.")
     check_penalties(config, estimator)
@@ -127,20 +117,6 @@ def check_penalties(config: Config, estimator: Callable) -> None:
         raise ConfigError(
             f"{key}=true with algorithm.adv_estimator={name}, which {reason}: leave it out "
             "(actor_rollout_ref.actor.use_kl_loss=true holds the policy back)."
-        )
-
-
-def check_known(config: Config, key: str, name: str, registry: Registry) -> None:
-    """Raises ConfigError unless a function is registered as `name`, by the setting `key`, or an extra has it."""
-    if name not in registry:
-        check_present(registry.kind, name, key)
-        lowered, loaded = name.lower(), config.actor_rollout_ref.model.external_lib
-        is_recipe = lowered in options("recipe") and lowered not in registry
-        guess = f" Did you mean recipe={lowered}?" if is_recipe else did_you_mean(lowered, list(registry))
-        decorator = "register_adv_est" if registry is ADV_ESTIMATOR_REGISTRY else "register_policy_loss"
-        raise ConfigError(
-            f"{key}={name}: there is none of this name.{guess} There are {list(registry)}; one of yours stands under "
-            f"@{decorator}({name!r}) in a file that {LIB_KEY} names; it names {loaded or 'none'}."
         )
 
 

@@ -18,8 +18,9 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from configs.errors import ConfigError, latest
-from configs.extras import TABLE, asked_for, find, has, present
+from configs.checks import logger_names
+from configs.errors import latest
+from configs.extras import asked_for, find, has, present
 from configs.process import in_notebook
 from data.files import FolderLost, append, headline_means, json_line, read_metrics, rewrite
 from data.protocol import DataProto
@@ -97,14 +98,7 @@ class Observers(Observer):
 
 def observers_of(config: Any) -> list[type[Observer]]:
     """Finds the observers of a run beside its record; verl's logger "file" is the record, which is always written."""
-    names = config.trainer.logger
-    names = dict.fromkeys([names] if isinstance(names, str) else names or ())
-    names.pop("file", None)
-    for name in names:
-        if name not in TABLE["logger"] and ":" not in name:
-            known = ", ".join([*TABLE["logger"], "file"])
-            raise ConfigError(f"trainer.logger has {name!r}: choose from {known}, or name file.py:Class of yours.")
-    loggers = [find("logger", name, "trainer.logger") for name in names]
+    loggers = [find("logger", name, "trainer.logger") for name in logger_names(config)]
     callbacks = dict.fromkeys(asked_for("callback", config))
     return [*callbacks, *(find("observer", name) for name in present("observer")), *loggers]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import find_highest_version, parse_env_id
 
 from configs.errors import warns_of_close
 from configs.import_utils import load_module
@@ -30,8 +31,17 @@ def make_gym(env_id: str, settings: Mapping[str, Any]) -> gym.Env:
     module, name, in_id = split_id(env_id)
     if module and name not in gym.registry:
         load_module(module)
+    check_id(env_id)
+    return gym.make(name, **settings, **in_id, max_episode_steps=-1, disable_env_checker=True)
+
+
+def check_id(env_id: str) -> None:
+    """Raises ValueError for an id that gymnasium does not have, nor in a version where it names none."""
+    module, name, _ = split_id(env_id)
     try:
-        return gym.make(name, **settings, **in_id, max_episode_steps=-1, disable_env_checker=True)
+        namespace, bare, version = parse_env_id(name)
+        if version is not None or find_highest_version(namespace, bare) is None:
+            gym.spec(name)
     except gym.error.DeprecatedEnv as error:  # names its successor
         raise ValueError(f"{env_id!r}: {error}") from error
     except gym.error.UnregisteredEnv as error:

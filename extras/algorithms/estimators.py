@@ -10,7 +10,6 @@ from torch import Tensor
 
 from configs.schema import AlgorithmConfig
 from training.core_algos import (
-    NEEDS_GROUPS,
     TAKES_NO_PENALTY,
     AdvEstimatorFn,
     Groups,
@@ -28,10 +27,6 @@ from training.core_algos import (
 
 ESTIMATORS: dict[str, AdvEstimatorFn] = {}  # configs/extras.py names them
 listed = partial(register_adv_est, registry=ESTIMATORS)
-NEEDS_GROUPS |= {
-    *("grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "max_rl", "sppo", "fapo"),
-    *("optimal_token_baseline", "tir_optimal_token_baseline"),
-}
 TAKES_NO_PENALTY |= {
     "gdpo": "reads the rewards of algorithm.gdpo_reward_keys alone",
     "max_rl": "takes scores of 0 and above alone",

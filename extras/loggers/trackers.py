@@ -22,16 +22,6 @@ from training.checkpoint import flatten
 class TensorBoard(Observer):
     package = "torch.utils.tensorboard"
 
-    @classmethod
-    def check(cls, config: Any) -> None:
-        try:
-            import_module(cls.package)
-        except ModuleNotFoundError as error:
-            name = cls.package.rpartition(".")[2]
-            raise ConfigError(
-                f"trainer.logger has {name!r}: {error}. `pip install {name}`, or leave it out."
-            ) from error
-
     def make(self, step: int, known: str | None) -> tracking.GeneralTracker:
         """Makes the tracker of a run that goes on after `step`, and is `known` to the service by this id."""
         return tracking.TensorBoardTracker("tensorboard", self.run.folder, purge_step=step + 1 if step else 0)

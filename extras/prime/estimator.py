@@ -12,7 +12,6 @@ from torch import Tensor
 
 from data.padding import last_token
 from training.core_algos import (
-    NEEDS_GROUPS,
     TAKES_NO_PENALTY,
     AdvEstimatorFn,
     Groups,
@@ -26,7 +25,6 @@ from training.core_algos import (
 )
 
 ESTIMATORS: dict[str, AdvEstimatorFn] = {}  # configs/extras.py names them
-NEEDS_GROUPS.add("prime")
 TAKES_NO_PENALTY["prime"] = "reads the outcome alone"
 SUMMED = ("bon_rm", "bon_acc")  # losses that are added up over rows, where the others are averaged
 

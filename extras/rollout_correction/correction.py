@@ -25,6 +25,7 @@ from extras.rollout_correction.settings import (
 from training.advantage import estimator_needs
 from training.losses import (
     LossConfig,
+    PolicyLoss,
     bound_log_ratio,
     compute_policy_loss_reinforce,
     compute_policy_loss_vanilla,
@@ -364,7 +365,10 @@ def _refuse_empty(response_mask: Tensor) -> None:
 BYPASS_LOSSES = {"ppo_clip": (compute_policy_loss_vanilla, False), "reinforce": (compute_policy_loss_reinforce, True)}
 
 
-@register_policy_loss(BYPASS_LOSS, silent_at_zero=True)
+LOSSES: dict[str, PolicyLoss] = {}  # configs/extras.py names it
+
+
+@register_policy_loss(BYPASS_LOSS, registry=LOSSES, silent_at_zero=True)
 def compute_policy_loss_bypass_mode(
     old_log_prob: Tensor,
     log_prob: Tensor,

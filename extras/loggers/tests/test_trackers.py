@@ -19,11 +19,9 @@ from training.tracking import check_observers
 KEY = "actor_rollout_ref.rollout.engine_kwargs.openai.api_key"
 
 
-@pytest.mark.parametrize(
-    ("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "torch.utils.tensorboard")]
-)
-def test_a_missing_package_is_reported_before_anything_is_loaded(monkeypatch, name, package):
-    monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ModuleNotFoundError
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+def test_a_missing_package_is_reported_before_anything_is_loaded(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # importing it now raises ModuleNotFoundError
     with pytest.raises(ConfigError, match=rf"trainer\.logger has '{name}': .*`pip install {name}`"):
         check_observers(Config(trainer=TrainerConfig(logger=["console", name])))
 
