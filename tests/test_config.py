@@ -266,7 +266,7 @@ def test_roles_follow_from_the_arguments_of_the_estimator_whatever_its_name(esti
         check_algorithm(compose("algorithm.adv_estimator=asking", "critic.enable=false", here))
     too_long = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"  # checked, as the reference will be there
     with pytest.raises(ConfigError, match=r"ref\.log_prob_max_token_len_per_gpu=9 is below"):
-        check_roles(compose("algorithm.adv_estimator=asking", too_long, here))
+        check_roles(compose("algorithm.adv_estimator=asking", too_long, here), ["actor", "rollout", "ref"])
 
 
 def test_values_with_a_default_ask_for_no_critic(estimator):
@@ -417,11 +417,12 @@ def test_settings_that_contradict_each_other_are_refused_with_a_way_out(override
         config = compose(*overrides)
         check_config(config)
         check_algorithm(config)
-        check_roles(config)
+        check_roles(config, needed_roles(config))
 
 
 def test_settings_of_a_critic_that_nobody_builds_are_not_refused():
-    check_roles(compose("algorithm.adv_estimator=grpo", "critic={use_dynamic_bsz: false, ppo_mini_batch_size: 99}"))
+    config = compose("algorithm.adv_estimator=grpo", "critic={use_dynamic_bsz: false, ppo_mini_batch_size: 99}")
+    check_roles(config, needed_roles(config))
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -1,6 +1,6 @@
 """Says what settings mean for a run, and refuses those that cannot work, before an environment or data are touched."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, TAKES_NO_PENALTY
 from training.environment import data_settings, load_conversations
-from training.losses import TENSOR_ARGS, bind_policy_loss
+from training.losses import TENSOR_ARGS, bind_policy_loss, get_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.roles import (
     ROLES,
@@ -28,7 +28,6 @@ from training.roles import (
     loss_settings,
     models_of,
     needed_roles,
-    policy_loss_of,
     stages,
     teaches,
 )
@@ -69,8 +68,9 @@ def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer
         trainer_class = make_trainer(trainer_class, config)
     check_observers(config)
     check_algorithm(config)
-    check_roles(config, trainer_class.reads)
-    check_models(config, trainer_class.reads)
+    roles = needed_roles(config, trainer_class.reads)
+    check_roles(config, roles)
+    check_models(config, roles)
     checkpoint_to_resume(config)  # or raises
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     conversations = load_conversations(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
@@ -82,16 +82,15 @@ def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer
     check_goes_on(config, chat, speaks)
     if conversations and conversations.tools:
         chat.increment_text([{"role": "tool", "content": QUESTION}])  # raises for a template that does not write it
-    roles = needed_roles(config, trainer_class.reads)
     return Plan(config, trainer_class, roles, tokenizer, conversations, data)
 
 
 def check_algorithm(config: Config) -> None:
     """Raises ConfigError unless estimator and policy loss exist, can be called, and are given what they need."""
+    check_names(config)
     algorithm, settings = config.algorithm, loss_settings(config)
     name, loss_key = algorithm.adv_estimator, "actor_rollout_ref.actor.policy_loss.loss_mode"
-    check_names(config)
-    function, estimator = policy_loss_of(config).function, ADV_ESTIMATOR_REGISTRY[name]
+    function, estimator = get_policy_loss(settings.loss_mode).function, ADV_ESTIMATOR_REGISTRY[name]
     check_accepts(loss_key, settings.loss_mode, function, settings.kwargs)
     if estimator.__module__.startswith(("training.", "extras.")) or not accepts(estimator, "config"):
         check_accepts("algorithm.adv_estimator", name, estimator, algorithm.adv_estimator_kwargs)
@@ -126,34 +125,34 @@ def check_accepts(key: str, name: str, function: Callable, kwargs: Mapping[str, 
         raise ConfigError(f"{key}={name} takes no argument {unknown}: its kwargs are {dict(kwargs)}.")
 
 
-def check_roles(config: Config, trainer_reads: Collection[str] = ()) -> None:
-    """Has each role of a run check its settings; raises ConfigError, also for settings of a role that there is not."""
-    needed = needed_roles(config, trainer_reads)
+def check_roles(config: Config, roles: list[str]) -> None:
+    """Raises ConfigError for settings of a role that there is not, for a teacher whom nothing reads, and for batches
+    that the roles of a run cannot cut as they are asked to."""
     with_section = [name for name, spec in ROLES.items() if not isinstance(spec.section, str)]
     for name in config.roles.keys() - with_section:
         raise ConfigError(f"roles.{name}: no role of this name has settings there.{did_you_mean(name, with_section)}")
-    if teaches(config) and not config.trainer.val_only and "ref" not in needed:
+    if teaches(config) and not config.trainer.val_only and "ref" not in roles:
         raise ConfigError(
             f"{TEACHER_KEY}.path names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor."
             "use_kl_loss=true or algorithm.use_kl_in_reward=true, or leave it out."
         )
-    for spec in map(ROLES.get, needed):
+    for spec in map(ROLES.get, roles):
         if spec.section:
             check_cuts(config, spec.settings(config), spec.key)
 
 
-def check_models(config: Config, trainer_reads: Collection[str]) -> None:
+def check_models(config: Config, roles: list[str]) -> None:
     """Checks by the config.json of each model that it has the head, and positions for the longest sequence; then has
     each role check the rest."""
     longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
-    for spec, key, model in models_of(config, trainer_reads):
+    for spec, key, model in models_of(config, roles):
         model_config = load_model_config(model, model.path, key)
         check_has_head(model_config, key, spec.head)
         if spec.like_policy:
             check_positions(model_config, longest, key, "data.max_prompt_length + data.max_response_length")
     policy, key = config.policy_model, "actor_rollout_ref.model"
     find("adapter", policy.adapter, key).check_settings(policy, key)
-    for name in needed_roles(config, trainer_reads):
+    for name in roles:
         ROLES[name].check(config)
 
 

@@ -4,7 +4,7 @@ A file of yours, named by actor_rollout_ref.model.external_lib, adds a role by `
 driver and by every worker.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -207,9 +207,9 @@ def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[st
     return [name for name, spec in ROLES.items() if spec.plays(config) or not read.isdisjoint(spec.columns)]
 
 
-def models_of(config: Config, trainer_reads: Collection[str] = ()) -> list[tuple[RoleSpec, str, PretrainedModelConfig]]:
-    """Lists the roles of a run that have a model, the key of its path, and its settings."""
-    specs = map(ROLES.get, needed_roles(config, trainer_reads))
+def models_of(config: Config, roles: Iterable[str]) -> list[tuple[RoleSpec, str, PretrainedModelConfig]]:
+    """Lists those of these roles that have a model, the key of its path, and its settings."""
+    specs = map(ROLES.get, roles)
     return [(spec, *model) for spec in specs if spec.head for model in spec.models(config).items()]
 
 

@@ -21,7 +21,7 @@ from data.seeding import derive_seed, forked_rng
 from data.types import SamplingParams
 from training.environment import worker_env_setup
 from training.mini_batches import first_policy_step
-from training.roles import ROLES, models_of
+from training.roles import ROLES, models_of, needed_roles
 from workers.agent_loop import AgentLoop
 from workers.collectives import common_notice, group_size, rank
 from workers.engine import TrainEngine, compute_dtype, precision_notice
@@ -203,7 +203,7 @@ def memory_report(config: Config, layouts: Mapping[str, Replicas], free: int, ca
 def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, int]:
     """Counts the bytes of a GPU that the models of each role take."""
     policy, role_bytes = config.actor_rollout_ref.model, {}
-    for spec, key, model in models_of(config):
+    for spec, key, model in models_of(config, needed_roles(config)):
         has_adapter = policy.adapter != "none" and model.path == policy.path
         if has_adapter and spec.like_policy and not spec.update:
             continue  # it is the policy without its adapter

@@ -9,7 +9,7 @@ from configs.errors import ConfigError
 from configs.schema import AgentConfig, Config
 from data.pretrained import load_model_config, vision_of
 from extras.sharding.settings import asks_for_it, shard_count
-from training.roles import models_of
+from training.roles import models_of, needed_roles
 from workers.collectives import compute_together, group_size
 from workers.parallel import Replicas
 
@@ -85,7 +85,7 @@ def check_parts(config: Config, workers: int) -> None:
     from extras.sharding.tensor_parallel import check_split
 
     policy, parts = config.actor_rollout_ref, config.actor_rollout_ref.actor.tensor_parallel_size
-    for spec, key, model in models_of(config):
+    for spec, key, model in models_of(config, needed_roles(config)):
         if spec.like_policy:
             model_config = load_model_config(model, model.path, key)
             if vision_of(model_config):
