@@ -1,7 +1,8 @@
 """Many rows of parquet files are those that are read one by one: which are left out, what is drawn, what is said."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 from functools import cache
 
 import pyarrow
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from configs.paths import ROOT
 from configs.schema import DataConfig
+from data.files import read_metrics
 from data.rl_dataset import RLHFDataset, create_rl_dataset
 from data.rows import report_overlap
 from extras.many_rows import parquet_rows
@@ -133,8 +136,15 @@ def test_a_row_in_the_middle_of_many_is_named(tmp_path, caplog):
         create_rl_dataset(write(tmp_path, rows), DataConfig(max_prompt_length=128), tokenizer)
 
 
-def lengths_in(folder):
-    return [json.loads(line) for line in (folder / LEFT_OUT).read_bytes().splitlines() if line[:1] == b"{"]
+def starts_in(folder):
+    """Counts the different starts that a folder knows of."""
+    return len(
+        {
+            entry["identity"]
+            for entry in read_metrics(folder / LEFT_OUT)
+            if isinstance(entry, dict) and "left_out" in entry
+        }
+    )
 
 
 def test_what_is_left_out_is_kept_by_what_decides_it(tmp_path, monkeypatch):
@@ -143,7 +153,7 @@ def test_what_is_left_out_is_kept_by_what_decides_it(tmp_path, monkeypatch):
 
     def made(limit=64, template=CHATML, kind=None):
         config = DataConfig(max_prompt_length=limit)
-        return len(ManyRows(files, tokenizer_of(kind, template), config)), len(lengths_in(tmp_path))
+        return len(ManyRows(files, tokenizer_of(kind, template), config)), starts_in(tmp_path)
 
     assert [made(), made(), made(limit=300)] == [(2, 1), (2, 1), (3, 2)]
     assert made(kind="NFC")[1] == 3 and made(template=PROMPTS["Llama 3.1"])[1] == 4
@@ -151,23 +161,18 @@ def test_what_is_left_out_is_kept_by_what_decides_it(tmp_path, monkeypatch):
     assert made() == (1, 5)
     for broken in (b"", b"\xff\x00{", b'{"identity": ', b"[1]\n3\n", json.dumps({"identity": "x"}).encode()):
         (tmp_path / LEFT_OUT).write_bytes(broken)
-        assert made()[0] == 1 and made() == (1, lengths_in(tmp_path).__len__())
+        assert made() == made() == (1, 1)
     (tmp_path / LEFT_OUT).unlink()
     (tmp_path / LEFT_OUT).mkdir()  # it cannot be written
     assert ManyRows(files, tokenizer_of(None, CHATML), DataConfig()).num_filtered == 0
 
 
-def test_two_that_start_at_once_both_know_afterwards(tmp_path):
-    files, tokenizer = write(tmp_path, [{"prompt": MESSAGES}] * 50), tokenizer_of(None, CHATML)
-    with ThreadPoolExecutor(4) as pool:
-        sizes = [
-            *pool.map(
-                lambda limit: len(ManyRows(files, tokenizer_of(None, CHATML), DataConfig(max_prompt_length=limit))),
-                (80, 81, 80, 81),
-            )
-        ]
-    assert sizes == [50] * 4 and {entry["identity"] for entry in lengths_in(tmp_path)}.__len__() == 2
-    assert tokenizer is not None
+def test_those_that_start_at_once_all_know_afterwards(tmp_path):
+    files, limits = write(tmp_path, [{"prompt": MESSAGES}] * 50), [80, 81, 80]
+    start = "import sys; from extras.many_rows.tests.test_many_rows import *; parquet_rows.MANY = 1; "
+    start += "ManyRows(sys.argv[1:2], tokenizer_of(None, CHATML), DataConfig(max_prompt_length=int(sys.argv[2])))"
+    started = [subprocess.Popen([sys.executable, "-c", start, *files, str(limit)], cwd=ROOT) for limit in limits]
+    assert [process.wait() for process in started] == [0] * len(limits) and starts_in(tmp_path) == 2
 
 
 def test_prompts_of_both_sets_are_counted_without_encoding_all(tmp_path, capsys):
@@ -175,7 +180,7 @@ def test_prompts_of_both_sets_are_counted_without_encoding_all(tmp_path, capsys)
     prompts = [[{"role": "system", "content": "ab"}, {"role": "user", "content": f"q{number}"}] for number in range(40)]
     train = ManyRows(write(tmp_path, [{"prompt": prompt} for prompt in prompts]), tokenizer, DataConfig())
     val = RLHFDataset(
-        write(tmp_path, [{"prompt": prompts[7]}, {"prompt": "no"}], "val.parquet"), tokenizer, DataConfig()
+        write(tmp_path, [{"prompt": prompts[7]}, {"prompt": prompts[3][:1]}], "val.parquet"), tokenizer, DataConfig()
     )
     assert train.prompt_ids_like(val).positions.tolist() == [7]
     report_overlap(train.prompt_ids_like(val), val.prompt_ids, tokenizer)
