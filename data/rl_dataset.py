@@ -236,7 +236,7 @@ class RLHFDataset(Dataset):
         unread, self.unread = self.unread, []
         total = total or sum(entry.prompt_ids is None for entry in entries) + len(unread)
         bad, overlong, measured = BadRows(total, self.config.max_bad_fraction, unread), [], []
-        for entry in track(entries, "tokenising prompts", disable=total < PROGRESS_BAR_FROM):
+        for entry in track(entries, "tokenising prompts", disable=len(entries) < PROGRESS_BAR_FROM):
             try:
                 measured.append(self._read(entry) if entry.prompt_ids is None else entry)
             except OverlongPrompt as error:

@@ -44,7 +44,7 @@ class ParquetRows(Sequence):
 
     def __init__(self, files: list[tuple[str, Path]]) -> None:
         self.files = files
-        self.tables = [pyarrow.parquet.ParquetFile(path).read() for _, path in files]
+        self.tables = [read_table(path) for _, path in files]
         for table in self.tables:
             table.validate(full=True)  # texts that are not UTF-8
         self.starts = np.cumsum([0, *(table.num_rows for table in self.tables)]).tolist()
@@ -69,7 +69,8 @@ class ParquetRows(Sequence):
         """Yields the columns `names` of each row, as far as its file has them; by then, `columns` are those of all."""
         for table in self.tables:
             self.columns |= dict.fromkeys(table.column_names)
-            read = table.select([name for name in table.column_names if name in (*names, *STANDARD)])
+            chosen = [name for name in table.column_names if name in (*names, *STANDARD)]
+            read = table.select(chosen or table.column_names[:1])
             for start in range(0, table.num_rows, AT_ONCE):
                 for row in read.slice(start, AT_ONCE).to_pylist():
                     row = standard_names(row)
@@ -98,6 +99,12 @@ class ParquetRows(Sequence):
         for _, path in self.files:
             with path.open("rb") as file:
                 yield hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_table(path: Path) -> pyarrow.Table:
+    """Reads a parquet file piece by piece, as at once it would take twice its memory."""
+    file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20)
+    return pyarrow.Table.from_batches(file.iter_batches(1 << 16, use_threads=False), file.schema_arrow)
 
 
 def files_of(data_files: Sequence[str | Path]) -> list[tuple[str, Path]]:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
@@ -135,14 +136,15 @@ class Words(dict):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
-        self.backend, self.is_bound = tokenizer.backend_tokenizer, False
-        added = tokenizer.added_tokens_decoder.values()  # none may take a space with it
-        if self.backend.pre_tokenizer and not any(
-            " " in token.content or token.lstrip or token.rstrip for token in added
-        ):
-            cut, ends = self.backend.pre_tokenizer.pre_tokenize_str, [*map(chr, range(33, 127))]
-            pairs = (cut(f"{last} {first}") for last in ends for first in ends)
-            self.is_bound = all(any(start == 1 for _, (start, _) in parts) for parts in pairs)
+        self.backend, self.added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
+
+    @cached_property
+    def cuts_at_spaces(self) -> bool:
+        cut, ends = self.backend.pre_tokenizer, [*map(chr, range(33, 127))]
+        if cut is None or any(" " in token.content or token.lstrip or token.rstrip for token in self.added):
+            return False  # or one takes a space with it
+        pairs = (cut.pre_tokenize_str(f"{last} {first}") for last in ends for first in ends)
+        return all(any(start == 1 for _, (start, _) in parts) for parts in pairs)
 
     def __missing__(self, word: str) -> int:
         if len(self) >= MOST_WORDS:
@@ -152,7 +154,7 @@ class Words(dict):
 
     def bound(self, text: str) -> float:
         """Returns a number of tokens that a text does not exceed."""
-        if not self.is_bound or not text.isascii():
+        if not text.isascii() or not self.cuts_at_spaces:
             return inf
         first, *others = text.split(" ")
         return self[first] + sum(self[f" {word}"] for word in others)

@@ -1,23 +1,28 @@
 """Many rows of parquet files are those that are read one by one: which are left out, what is drawn, what is said."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 from functools import cache
+from math import inf
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from configs.paths import ROOT
 from configs.schema import DataConfig
+from data.files import read_metrics
 from data.rl_dataset import RLHFDataset, create_rl_dataset
 from data.rows import report_overlap
 from extras.many_rows import parquet_rows
 from extras.many_rows.dataset import ManyRows
-from extras.many_rows.prompt_lengths import LEFT_OUT
+from extras.many_rows.prompt_lengths import LEFT_OUT, Words
 from extras.sft.dataset import SFTDataset
 from extras.sft.settings import SFTDataConfig
 from tests.test_chat import SPECIALS, TEMPLATES, tokenizer_with
@@ -125,49 +130,45 @@ def test_a_row_in_the_middle_of_many_is_named(tmp_path, caplog):
     files, tokenizer = write(tmp_path, rows), tokenizer_of(None, CHATML)
     made = create_rl_dataset(files, DataConfig(max_prompt_length=128), tokenizer)
     assert type(made) is ManyRows and len(made) == 4999
-    assert (
-        f"dropped 1 of 5000 prompts, longer than data.max_prompt_length=128 tokens: {files[0]}, row 4321" in caplog.text
+    assert f"dropped 1 of 5000 prompts, longer than data.max_prompt_length=128 tokens: {files[0]}, row 4321" in (
+        caplog.text
     )
     rows[4999] = {"prompt": [{"role": "user", "content": ""}]}
     with pytest.raises(ValueError, match=r"rows\.parquet, row 4999: the prompt is empty"):
         create_rl_dataset(write(tmp_path, rows), DataConfig(max_prompt_length=128), tokenizer)
 
 
-def lengths_in(folder):
-    return [json.loads(line) for line in (folder / LEFT_OUT).read_bytes().splitlines() if line[:1] == b"{"]
+def starts_in(folder):
+    """Counts the different starts that a folder knows of."""
+    return len({entry["identity"] for entry in read_metrics(folder / LEFT_OUT) if "left_out" in entry})
 
 
-def test_what_is_left_out_is_kept_by_what_decides_it(tmp_path, monkeypatch):
+def test_what_is_left_out_is_kept_by_what_decides_it(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "ab c " * times}]} for times in (1, 9, 40)]
     files = write(tmp_path, rows)
 
     def made(limit=64, template=CHATML, kind=None):
         config = DataConfig(max_prompt_length=limit)
-        return len(ManyRows(files, tokenizer_of(kind, template), config)), len(lengths_in(tmp_path))
+        return len(ManyRows(files, tokenizer_of(kind, template), config)), starts_in(tmp_path)
 
     assert [made(), made(), made(limit=300)] == [(2, 1), (2, 1), (3, 2)]
     assert made(kind="NFC")[1] == 3 and made(template=PROMPTS["Llama 3.1"])[1] == 4
     write(tmp_path, rows[:1])
     assert made() == (1, 5)
-    for broken in (b"", b"\xff\x00{", b'{"identity": ', b"[1]\n3\n", json.dumps({"identity": "x"}).encode()):
+    for broken in (b"", b"\xff\x00{", b'{"identity": ', b"[1]\n", json.dumps({"identity": "x"}).encode()):
         (tmp_path / LEFT_OUT).write_bytes(broken)
-        assert made()[0] == 1 and made() == (1, lengths_in(tmp_path).__len__())
+        assert made() == made() == (1, 1)
     (tmp_path / LEFT_OUT).unlink()
     (tmp_path / LEFT_OUT).mkdir()  # it cannot be written
     assert ManyRows(files, tokenizer_of(None, CHATML), DataConfig()).num_filtered == 0
 
 
-def test_two_that_start_at_once_both_know_afterwards(tmp_path):
-    files, tokenizer = write(tmp_path, [{"prompt": MESSAGES}] * 50), tokenizer_of(None, CHATML)
-    with ThreadPoolExecutor(4) as pool:
-        sizes = [
-            *pool.map(
-                lambda limit: len(ManyRows(files, tokenizer_of(None, CHATML), DataConfig(max_prompt_length=limit))),
-                (80, 81, 80, 81),
-            )
-        ]
-    assert sizes == [50] * 4 and {entry["identity"] for entry in lengths_in(tmp_path)}.__len__() == 2
-    assert tokenizer is not None
+def test_those_that_start_at_once_all_know_afterwards(tmp_path):
+    files, limits = write(tmp_path, [{"prompt": MESSAGES}] * 50), [80, 81, 80]
+    start = "import sys; from extras.many_rows.tests.test_many_rows import *; parquet_rows.MANY = 1; "
+    start += "ManyRows(sys.argv[1:2], tokenizer_of(None, CHATML), DataConfig(max_prompt_length=int(sys.argv[2])))"
+    started = [subprocess.Popen([sys.executable, "-c", start, *files, str(limit)], cwd=ROOT) for limit in limits]
+    assert [process.wait() for process in started] == [0] * len(limits) and starts_in(tmp_path) == 2
 
 
 def test_prompts_of_both_sets_are_counted_without_encoding_all(tmp_path, capsys):
@@ -175,11 +176,38 @@ def test_prompts_of_both_sets_are_counted_without_encoding_all(tmp_path, capsys)
     prompts = [[{"role": "system", "content": "ab"}, {"role": "user", "content": f"q{number}"}] for number in range(40)]
     train = ManyRows(write(tmp_path, [{"prompt": prompt} for prompt in prompts]), tokenizer, DataConfig())
     val = RLHFDataset(
-        write(tmp_path, [{"prompt": prompts[7]}, {"prompt": "no"}], "val.parquet"), tokenizer, DataConfig()
+        write(tmp_path, [{"prompt": prompts[7]}, {"prompt": prompts[3][:1]}], "val.parquet"), tokenizer, DataConfig()
     )
     assert train.prompt_ids_like(val).positions.tolist() == [7]
     report_overlap(train.prompt_ids_like(val), val.prompt_ids, tokenizer)
     assert "the prompts of 1 row of 2 in data.val_files" in capsys.readouterr().err
+
+
+LETTERS = r"'s|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@cache
+def words_of(way):
+    """Words of a tokenizer that learnt merges from this page's code, and cuts texts this way."""
+    tokenizer, whole = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = {
+        "GPT-2": pre_tokenizers.ByteLevel(add_prefix_space=False), "nowhere": whole,
+        "Llama 3": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LETTERS), "isolated"), whole]),
+    }[way]  # fmt: skip
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(Path(__file__).read_text().split("\n\n"), trainer)
+    return Words(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+@pytest.mark.parametrize("way", ["GPT-2", "Llama 3"])
+@given(
+    st.text("ab  \n\t.'s1=\r(", max_size=20)
+    | st.lists(st.sampled_from(Path(__file__).read_text().split(" "))).map(" ".join)
+)
+def test_words_bound_the_tokens_of_a_text(way, text):
+    words = words_of(way)
+    assert words.cuts_at_spaces and len(words.backend.encode(text, add_special_tokens=False).ids) <= words.bound(text)
+    assert words_of("nowhere").bound(text) == inf and words.bound(text + "é") == inf
 
 
 CONVERSATION = st.lists(TEXT, min_size=1, max_size=5).map(
