@@ -304,7 +304,7 @@ class Registry(UserDict):
         return name in self.data or has(self.kind, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self.data, *present(self.kind)]))
+        return iter(dict.fromkeys([*present(self.kind), *self.data]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -223,7 +223,7 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     page = ROOT / "docs/algorithms.md"
     text = page.read_text()
     words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
-    names = {*AdvantageEstimator, *present("estimator"), "vanilla", *present("policy_loss"), *PRESETS}
+    names = {*AdvantageEstimator, *present("estimator"), *present("policy_loss"), *PRESETS}
     assert names | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
     measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)
     assert [name for name, *_ in measured] == algorithms.RECIPES

@@ -24,7 +24,8 @@ from workers.models import load_causal_lm
 NAN = math.nan
 SEEDS = range(8)
 # Those that compare the answers to a prompt have rules of their own: extras/algorithms/tests/test_group_losses.py.
-LOSSES = [name for name in ["vanilla", *present("policy_loss")] if name not in ("flowrl", "gvpo", "pair", "spin")]
+OF_STAGES = ("flowrl", "gvpo", "pair", "spin", "bypass_mode")  # they read what stages make or set
+LOSSES = [name for name in present("policy_loss") if name not in OF_STAGES]
 CLIPFRAC, KL, LOWER = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
 # Where a loss decides for itself how tokens become one number: the mode of its first gradient.
 OWN_MODE = dict.fromkeys(("sapo", "geo_mean"), "seq-mean-token-mean") | {"sppo": "seq-mean-token-sum"}

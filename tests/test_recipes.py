@@ -28,7 +28,7 @@ def compute_reward(prompt, response, ground_truth):
     score = sum(map(ord, response)) % 97 / 97
     return {"score": score, "even": score * 97 % 2, "short": -len(set(response)), "flawed": score > 0.9}
 """
-SHIPPED_LOSSES = ["vanilla", *present("policy_loss")]
+SHIPPED_LOSSES = [name for name in present("policy_loss") if name != "bypass_mode"]  # a stage chooses it
 NEEDED = {
     "algorithm.adv_estimator=gdpo": ["algorithm.gdpo_reward_keys=[even,short]"],
     "actor_rollout_ref.actor.policy_loss.loss_mode=dro": ["actor_rollout_ref.actor.policy_loss.dro_beta=0.05"],
