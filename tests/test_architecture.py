@@ -220,7 +220,7 @@ PRIVATE = re.compile(r"([A-Za-z]\w*\.)+_[A-Za-z][\w.]*")  # a dotted name with a
 
 
 def private_names(trees: dict[str, ast.Module]) -> Iterator[Finding]:
-    """What other packages have as private is used in workers/upstream.py alone; what we define, or set, is ours."""
+    """Private names of other packages are used in workers/upstream.py alone; what we define, or set, is ours."""
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     ours |= {

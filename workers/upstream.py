@@ -1,7 +1,7 @@
 """Keeps in one place what is used of other packages although it is private there, or is not in all versions that
-requirements.txt allows. A new version may take it away: tests/test_upstream.py looks each up by its name.
-
-Ray and vLLM are imported when something of theirs is first used, as a run may do without.
+requirements.txt allows; tests/test_upstream.py looks each up by its name. Seen in torch 2.11, 2.13 and 2.14,
+transformers 5.17, 5.19 and 5.23, Ray 2.60, vLLM 0.32. Ray and vLLM are imported at their first use: a run may do
+without.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,27 +19,18 @@ from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
 
-VERSIONS = {  # in which the names below were seen
-    "torch": "2.11.0 2.13.0 2.14.1",
-    "transformers": "5.17.0 5.19.0 5.23.0",
-    "ray": "2.60.0",
-    "vllm": "0.32.0",
-}
 TRITON_LOGGER, SHARDS_LOGGER = "torch._library.triton", "torch.distributed.tensor._redistribute"
+is_view = Tensor._is_view  # FlexAttention is compiled anew for each
+fill_empty = nn.Module._apply  # puts a function of each weight and buffer in its place: to_empty cannot tell them apart
 
 
 class _Ray:
-    """Ray, imported when something of it is first asked for: it takes a second."""
-
     def __getattr__(self, name: str) -> Any:
         try:
             return getattr(import_module("ray"), name)
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"trainer.executor=ray, or more than one worker, needs the package ray ({error}). Install "
-                "requirements.txt, or set trainer.executor=local.",
-                "trainer.executor",
-            ) from None
+            text = f"trainer.executor=ray, or more than one worker, needs the package ray ({error})."
+            raise ConfigError(f"{text} Install requirements.txt, or set trainer.executor=local.") from None
 
 
 ray = _Ray()
@@ -47,15 +38,14 @@ ray = _Ray()
 
 @cache
 def ray_store() -> SimpleNamespace:
-    """Returns get, put and delete of Ray's own table, which answers also where no task would: signs of life go there,
-    of workers that are stuck."""
+    """Returns get, put and delete of Ray's own table, for signs of life: workers that are stuck can write there."""
     from ray.experimental import internal_kv as table
 
     return SimpleNamespace(get=table._internal_kv_get, put=table._internal_kv_put, delete=table._internal_kv_del)
 
 
 def ray_address_file() -> Path:
-    """Returns where `ray start` writes its address: Ray itself reads it only when it joins."""
+    """Returns where `ray start` writes its address; Ray itself reads it only when it joins."""
     return Path(ray._private.utils.get_ray_address_file(None))
 
 
@@ -66,32 +56,32 @@ def take_ray_token() -> None:
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
-def cpu_memory_of_vllm() -> type:
-    """Returns vLLM's memory that processes share on a CPU; all runs would name it alike, but for `make_group_name`."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+def memory_of_vllm() -> Any:
+    """Returns the class of vLLM's that names the memory which processes share on a CPU, the same in all runs."""
+    from vllm.distributed.device_communicators import cpu_communicator
 
-    return _CPUSHMDistributed
+    return cpu_communicator._CPUSHMDistributed
 
 
 def vllm_ops() -> Any:
-    """Returns vLLM's operators, of which one binds memory as a trainer must not have it."""
+    """Returns vLLM's operators, one of which binds a whole process's memory."""
     return torch.ops._C
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Returns the attention that `set_attn_implementation` has set: nothing public tells."""
+    """Returns the attention that `set_attn_implementation` has set, which nothing public tells."""
     return model.config._attn_implementation
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
+    """Returns whether `model` has LoRA's matrices; then only they are trained."""
     return model._hf_peft_config_loaded
 
 
 @contextmanager
 def without_adapter(model: PreTrainedModel) -> Iterator[None]:
-    """Has `model.save_pretrained` write the config of a whole model, which for one with an adapter it leaves out."""
-    before = model._hf_peft_config_loaded
-    model._hf_peft_config_loaded = False
+    """Has `model.save_pretrained` write the config of a whole model, as it would not for one with an adapter."""
+    before, model._hf_peft_config_loaded = model._hf_peft_config_loaded, False
     try:
         yield
     finally:
@@ -99,24 +89,13 @@ def without_adapter(model: PreTrainedModel) -> Iterator[None]:
 
 
 def schema_of_hints(function: Callable) -> dict[str, Any]:
-    """Returns the JSON schema of a function's type hints; transformers' public one insists on Google's docstrings."""
-    from transformers.utils import chat_template_utils
-
-    return chat_template_utils._convert_type_hints_to_json_schema(function)
+    """Returns the JSON schema of a function's type hints; the public one insists on Google's docstrings."""
+    return import_module("transformers.utils.chat_template_utils")._convert_type_hints_to_json_schema(function)
 
 
 def dynamo() -> ModuleType:
-    """Returns torch's compiler: limits for one function, and the error beyond them. Importing it takes a second."""
+    """Returns torch's compiler, for limits of one function, and the error beyond them; importing it takes a second."""
     return torch._dynamo
-
-
-def is_view(tensor: Tensor) -> bool:
-    return tensor._is_view()
-
-
-def fill_empty(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Puts `make(tensor)` in the place of every weight and buffer; `to_empty` cannot tell tensors apart."""
-    module._apply(make)
 
 
 def onednn_has_bfloat16() -> bool:
@@ -124,12 +103,10 @@ def onednn_has_bfloat16() -> bool:
 
 
 def onednn_layout(weight: Tensor, rows: int) -> Tensor:
-    """Copies a weight, laid out for products with so many rows."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
 def onednn_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiplies by oneDNN where F.linear takes MKL."""
     return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
 
 
@@ -141,9 +118,16 @@ def part_of(shape: torch.Size, mesh: Any, placements: Any) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
+def state_of(part: Any) -> tuple[Any, list[Any]]:
+    """Returns FSDP2's state of a part, and its groups of weights, of which torch 2.11 has one or none."""
+    state = torch.distributed.fsdp.fully_shard.state(part)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return state, list(filter(None, [state._fsdp_param_group])) if groups is None else groups
+
+
 def gather_in(part: Any, dtype: torch.dtype) -> None:
-    """Has FSDP2 gather the weights of `part` in `dtype`: it reads its policy once, and keeps what it gathers into."""
-    for group in param_groups(part):
+    """Has FSDP2 gather the weights of a part in `dtype`: it reads its policy once, and keeps what it gathers into."""
+    for group in state_of(part)[1]:
         if group.mp_policy.param_dtype != dtype:
             group.mp_policy = replace(group.mp_policy, param_dtype=dtype)
             for weight in group.fsdp_params:
@@ -152,42 +136,33 @@ def gather_in(part: Any, dtype: torch.dtype) -> None:
             group._init_mp_dtypes()
 
 
-def param_groups(part: Any) -> list[Any]:
-    """Lists the groups of weights that FSDP2 gathers together; torch 2.11 has one of them, or none."""
-    state = torch.distributed.fsdp.fully_shard.state(part)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(filter(None, [state._fsdp_param_group])) if groups is None else groups
-
-
 def sum_unused(part: Any) -> None:
     """Has FSDP2 sum gradients of weights that this rank did not use: its rows may reach no weight of an expert."""
-    if setter := getattr(part, "set_reduce_scatter_unused_params", None):  # not in torch 2.11
+    if setter := getattr(part, "set_reduce_scatter_unused_params", None):
         setter(True, recurse=False)
-        return
-    for group in param_groups(part):
-        group.post_backward = partial(_sum_with_zeros, group, group.post_backward)
+    else:  # torch 2.11
+        for group in state_of(part)[1]:
+            group.post_backward = partial(_sum_with_zeros, group, group.post_backward)
 
 
 def _sum_with_zeros(group: Any, usual: Callable[[], None], *unused: Any) -> None:
     for weight in group.fsdp_params if group.reduce_grads else ():
         tensor = vars(weight).get("_unsharded_param")
-        summed = tensor is None or tensor.grad is not None or weight.unsharded_accumulated_grad is not None
-        if not summed and tensor.requires_grad:
+        if tensor is not None and tensor.grad is weight.unsharded_accumulated_grad is None and tensor.requires_grad:
             tensor.grad = torch.zeros_like(tensor)
     usual()
 
 
 def forget_forward(model: Any, parts: list[Any]) -> None:
     """Leaves a sharded model, of these parts, as before a forward that raised, which leaves the root gathered."""
-    if reset := getattr(model, "reset_iter_state", None):  # not in torch 2.11
+    if reset := getattr(model, "reset_iter_state", None):
         reset()
         return
     idle = import_module("torch.distributed.fsdp._fully_shard._fsdp_common").TrainingState.IDLE
-    for part in parts:
-        state = torch.distributed.fsdp.fully_shard.state(part)
+    for state, groups in map(state_of, parts):  # torch 2.11
         state._state_ctx.iter_forward_root, state._training_state = None, idle
         state._modules_to_run_forward.clear()
-        for group in param_groups(part):
+        for group in groups:
             group.finalize_backward()
             group._training_state = idle
             group.reshard()

@@ -31,7 +31,7 @@ from data.padding import media_of
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
 from workers.rollout import KEY, Rollout, check_request, check_temperature
-from workers.upstream import cpu_memory_of_vllm
+from workers.upstream import memory_of_vllm
 from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
 from workers.weight_sync import sync_class
 
@@ -264,7 +264,7 @@ def segments_of_this_run() -> Iterator[None]:
     """
     from vllm.distributed.parallel_state import get_tp_group
 
-    memory = cpu_memory_of_vllm()
+    memory = memory_of_vllm()
     run, group_name = gather(f"nano_verl_{uuid4().hex}")[0], memory.make_group_name
 
     def name_after_run(communicator: Any) -> str:

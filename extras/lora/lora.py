@@ -37,11 +37,6 @@ BEYOND = (  # settings of an adapter with which it is more than pairs of matrice
 )
 
 
-def has_lora(model: PreTrainedModel) -> bool:
-    """Returns whether `model` has LoRA's matrices; then only they are trained."""
-    return has_adapter(model)
-
-
 def add_lora(model: PreTrainedModel, settings: ModelConfig) -> None:
     """Freezes `model` and puts LoRA's matrices beside its own, by `settings` or as the adapter in `lora_adapter_path`
     has them; raises ValueError, naming the key, if it has no such modules."""
@@ -201,7 +196,7 @@ class Product(nn.Module):
 
 def lora_layers(model: PreTrainedModel) -> dict[str, tuple[Any, nn.Parameter]]:
     """Maps the names of LoRA's layers to (layer, the weight that it adds to); empty without LoRA."""
-    if not has_lora(model):
+    if not has_adapter(model):
         return {}
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper  # of experts that are one tensor
@@ -310,7 +305,7 @@ def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Pat
 def save_pretrained(model: PreTrainedModel, adapter: dict[str, Tensor], folder: Path) -> None:
     """Writes the configs of `folder`/huggingface and, of a model with LoRA, `adapter`, its `adapter_weights`, into
     `folder`/lora_adapter, for peft."""
-    if has_lora(model):
+    if has_adapter(model):
         save_adapter(model, adapter, folder / "lora_adapter")
     with without_adapter(model):
         model.save_pretrained(folder / "huggingface", state_dict={})
