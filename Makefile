@@ -72,7 +72,7 @@ test: setup-vllm $(VERL)/.ready  ## run all tests, those of vLLM too, in two pro
 	@command -v chromedriver >/dev/null || echo "No chromedriver here (Debian: chromium chromium-driver): the report's tests in a browser are skipped."
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-matrix:  ## install the oldest and the newest versions that work, and others, run the fast tests with each: table (7 GB each; SETS="oldest newest")
+matrix:  ## run the fast tests on other Pythons, and on the oldest and newest packages that work: table (7 GB each; SETS=oldest)
 	$(PYTHON) -m scripts.matrix $(SETS)
 
 extras: setup  ## delete each folder of extras/ in a copy, and see that the core does without

@@ -11,6 +11,7 @@ from zipfile import ZipFile
 import pytest
 from packaging import requirements
 
+from scripts import matrix
 from tests.runs import ROOT
 
 FOLDERS = ("configs", "custom", "data", "examples", "extras", "scripts", "training", "workers")
@@ -104,6 +105,32 @@ def test_the_wheel_leaves_what_works_and_every_range_has_its_tested_version(whee
     exact = {"vllm"}  # its own versions are built for one torch
     untested = [one.name for one in required if one.name not in exact and not one.specifier.contains(tested[one.name])]
     assert not untested and len(required) > 30
+
+
+@pytest.mark.parametrize(
+    ("fails", "cells", "status"),
+    [
+        ("", "3.12.1, 2.11.0, 5.17.0 | 5 | 2 | 2", 1),
+        ("pip", "pip failed | - | - | -", 1),
+        ("venv", "no python3.12 here | - | - | -", 0),
+    ],
+)
+def test_the_matrix_says_of_each_set_what_passed(fails, cells, status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
+    monkeypatch.setattr(matrix, "SHOWS", "print('3.12.1 2.11.0 5.17.0')")
+
+    def succeeds(*command):
+        if "venv" in command:
+            (command[-1] / "bin").mkdir(parents=True)
+            (command[-1] / "bin/python").symlink_to(sys.executable)
+        if "pytest" in command:
+            counts = '<testsuite tests="9" failures="1" errors="1" skipped="2"/>'
+            command[command.index("--junitxml") + 1].write_text(f"<testsuites>{counts}</testsuites>")
+        return fails not in command
+
+    monkeypatch.setattr(matrix, "succeeds", succeeds)
+    assert matrix.main(["oldest"]) == status
+    assert f"| oldest | {cells} | 0 |" in capsys.readouterr().out
 
 
 def test_the_command_helps_and_refuses_in_one_line_where_files_of_the_user_have_our_names(commands, tmp_path):
