@@ -154,7 +154,7 @@ def test_an_editable_install_has_extras_and_leaves_the_repository_what_is_import
     )
     shown = run(bin_folder / "python", "-c", shows, cwd=empty)
     assert shown.stdout.startswith(f"{ROOT}/configs/loader.py "), shown.stderr
-    assert all(f"'{name}" in shown.stdout and f"extra == '{extra}'" in shown.stdout
+    assert all(f'"{name}' in shown.stdout and f"extra == '{extra}'" in shown.stdout
                for name, extra in {"pytest": "test", "vllm": "vllm"}.items())  # fmt: skip
 
 
