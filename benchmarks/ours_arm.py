@@ -24,7 +24,6 @@ from benchmarks.workload import (
 )
 from configs.checks import check_config
 from configs.loader import CONFIG_DIR, Arguments, load_config
-from configs.process import worker_threads
 from configs.schema import Config
 from data.protocol import DataProto, object_array
 from data.types import Completion, Request
@@ -32,9 +31,9 @@ from training.plan import make_plan
 from training.preparation import build_datasets, build_reward, prepare
 from training.ray_trainer import RayPPOTrainer
 from workers.collectives import rank
-from workers.forward import forward_of
 from workers.group import Group, LocalGroup, roles_of
 from workers.model_worker import ModelWorker
+from workers.ray_group import start_command, start_workers
 from workers.rollout import Rollout
 from workers.weight_sync import sync_class
 
@@ -99,19 +98,8 @@ class OursArm:
 
 
 def start_group(config: Config, total_steps: int) -> Group:
-    roles = ["actor", "rollout"]
-    if config.trainer.executor == "local":  # said: then Ray need not be installed
-        threads = worker_threads(config.trainer.n_threads).number
-        forward_of(config.actor_rollout_ref.model).start_process()
-        return LocalGroup(threads, MeteredWorker, config, total_steps, roles)
-    from workers.ray_group import RayWorkerGroup, start_command, uses_ray
-    from workers.resources import Resources
-
     start_command(config)
-    resources = Resources.from_config(config.trainer)
-    if uses_ray(config.trainer):
-        return RayWorkerGroup(resources, MeteredWorker, config, total_steps, roles)
-    return LocalGroup(resources.threads, MeteredWorker, config, total_steps, roles)
+    return start_workers(config, MeteredWorker, config, total_steps, ["actor", "rollout"])
 
 
 class MeteredWorker(ModelWorker):

@@ -5,6 +5,9 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,10 +23,13 @@ from configs.paths import check_model_path, find_path
 from configs.schema import PretrainedModelConfig
 
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # names that configs have for the number of positions
-HEADS = {  # transformers' classes: in words, for messages
-    AutoModelForCausalLM: "that continues a text: see docs/models.md",
-    AutoModelForSequenceClassification: "with a score a sequence",
-    AutoModelForTokenClassification: "with a value a token: choose another critic, or an estimator without one (grpo)",
+HEADS = {  # transformers' classes: for which configs it has one, and what it is, for messages
+    AutoModelForCausalLM: (MODEL_FOR_CAUSAL_LM_MAPPING, "that continues a text: see docs/models.md"),
+    AutoModelForSequenceClassification: (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "with a score a sequence"),
+    AutoModelForTokenClassification: (
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        "with a value a token: choose another critic, or an estimator without one (grpo)",
+    ),
 }
 
 
@@ -66,8 +72,9 @@ def check_positions(config: PretrainedConfig, longest: int, model_key: str, leng
 def check_has_head(config: PretrainedConfig, model_key: str, head: type = AutoModelForCausalLM) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names as one of the class `head`."""
     in_folder = head.__name__ in (config.to_dict().get("auto_map") or {})  # in code of its own
-    if type(config) not in head._model_mapping and not in_folder:
-        raise ValueError(f"{model_key}: transformers has no {config.model_type} {HEADS[head]}.")
+    configs, what = HEADS[head]
+    if type(config) not in configs and not in_folder:
+        raise ValueError(f"{model_key}: transformers has no {config.model_type} {what}.")
 
 
 def check_same_tokens(policy: PretrainedModelConfig, path: str, key: str) -> None:

@@ -1,6 +1,6 @@
 """A chat model of LangChain with a tool, in a virtual environment of its own, which need not hold this repository's.
 
-    python -m venv /tmp/langchain && /tmp/langchain/bin/pip install -r requirements-agents.txt
+    python -m venv /tmp/langchain && /tmp/langchain/bin/pip install -c constraints.txt -r requirements-agents.txt
     python main.py … actor_rollout_ref.rollout.agent.program="/tmp/langchain/bin/python examples/langchain_agent.py"
 
 OPENAI_BASE_URL and OPENAI_API_KEY lead it to the policy. Its last line is the reward.
@@ -14,7 +14,8 @@ import sys
 try:
     from langchain_openai import ChatOpenAI
 except ImportError as error:
-    sys.exit(f"this agent needs the package langchain-openai: pip install -r requirements-agents.txt ({error})")
+    remedy = "pip install -c constraints.txt -r requirements-agents.txt"
+    sys.exit(f"this agent needs the package langchain-openai: {remedy} ({error})")
 
 
 def calc(expression: str) -> str:

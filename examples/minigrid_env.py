@@ -15,7 +15,7 @@ try:
     from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT  # importing any of it registers the ids
 except ImportError as error:
     raise ImportError(
-        f"MiniGrid-… needs the package minigrid: pip install -r requirements-envs.txt ({error})"
+        f"MiniGrid-… needs the package minigrid: pip install -c constraints.txt -r requirements-envs.txt ({error})"
     ) from error
 
 SYMBOLS = {"empty": ".", "floor": ".", "wall": "#", "key": "K", "ball": "O", "box": "B", "goal": "G", "lava": "~"}

@@ -15,7 +15,7 @@ try:
     from openai import OpenAI
 except ImportError as error:
     raise ImportError(
-        f"this agent needs the package openai: pip install -r requirements-agents.txt ({error})"
+        f"this agent needs the package openai: pip install -c constraints.txt -r requirements-agents.txt ({error})"
     ) from error
 
 CLIENT = OpenAI(api_key="of each task")  # one for all, as each has a pool of connections

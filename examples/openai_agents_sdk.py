@@ -17,7 +17,8 @@ try:
     from agents import Agent, AgentsException, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 except ImportError as error:
     raise ImportError(
-        f"this agent needs the package openai-agents: pip install -r requirements-agents.txt ({error})"
+        "this agent needs the package openai-agents: pip install -c constraints.txt -r requirements-agents.txt "
+        f"({error})"
     ) from error
 
 CLIENT = AsyncOpenAI(api_key="of each task")  # one for all, as each has a pool of connections

@@ -18,7 +18,7 @@ try:
     from openenv import GenericEnvClient
 except ImportError as error:
     raise ImportError(
-        f"openenv:URL needs the package openenv: pip install -r requirements-envs.txt ({error})"
+        f"openenv:URL needs the package openenv: pip install -c constraints.txt -r requirements-envs.txt ({error})"
     ) from error
 
 TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "object": dict, "array": list}

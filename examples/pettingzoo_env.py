@@ -14,7 +14,7 @@ try:
     from pettingzoo.utils.env_logger import EnvLogger
 except ImportError as error:
     raise ImportError(
-        f"ConnectFour needs the package pettingzoo: pip install -r requirements-envs.txt ({error})"
+        f"ConnectFour needs the package pettingzoo: pip install -c constraints.txt -r requirements-envs.txt ({error})"
     ) from error
 
 EnvLogger.suppress_output()  # a warning at each full column

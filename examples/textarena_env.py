@@ -19,7 +19,7 @@ try:
     import textarena
 except ImportError as error:
     raise ImportError(
-        f"TicTacToe-v0 needs the package textarena: pip install -r requirements-envs.txt ({error})"
+        f"TicTacToe-v0 needs the package textarena: pip install -c constraints.txt -r requirements-envs.txt ({error})"
     ) from error
 
 LINES = ("012", "345", "678", "036", "147", "258", "048", "246")

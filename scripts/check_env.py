@@ -1,7 +1,7 @@
 """Says what this machine has for a run, and what it lacks: python -m scripts.check_env
 
-A line begins with ✓, with – (a run does without it, or it is not the tested version), or with ✗ and the remedy (every
-run needs it). Ends with 1 if there is a ✗.
+A line begins with ✓, with – (a run does without it, or its version is outside the range that works), or with ✗ and the
+remedy (every run needs it). Ends with 1 if there is a ✗.
 """
 
 import sys
@@ -38,22 +38,34 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def packages() -> Iterator[Line]:
-    """Yields lines for Python, for the large packages, and for each other that is missing or not as tested."""
+    """Yields lines for Python, for the large packages, and for each other that is missing or outside its range."""
     yield "✓", f"Python {sys.version.split()[0]}: {sys.executable}"
     present = {str(one.name).lower().replace("_", "-"): one.version for one in metadata.distributions()}
-    for name, tested in tested_versions("requirements.txt").items():
+    for name, versions in allowed_versions("requirements.txt").items():
         result = result_of(f"import {name}; print({name}.__version__)") if name in LARGE else None
         works, text = result or (name in present, present.get(name, "it is not installed"))
-        line = judge(name, works, text, tested, "✗", f"`make setup`, or `pip install {name}=={tested}`")
+        line = judge(name, works, text, versions, "✗", f"`make setup`, or `pip install '{name}{versions}'`")
         if result or line[0] != "✓":
             yield line
 
 
-def tested_versions(file: str) -> dict[str, str]:
-    """Reads the versions in a file of requirements; in a wheel, which has no such files, those that it requires."""
+def allowed_versions(file: str) -> dict[str, str]:
+    """Reads the ranges in a file of requirements; in a wheel, which has no such files, those that it requires."""
     path = ROOT / file
     text = path.read_text() if path.exists() else "\n".join(metadata.requires("nano-verl") or [])
-    return dict(re.findall(r"^([\w-]+)(?:\[.*?\])?==([\w.]+)(?!.*extra ==)", text, re.MULTILINE))
+    return dict(re.findall(r"^([\w-]+)(?:\[.*?\])?([<>=][^;\s]*)(?!.*extra ==)", text, re.MULTILINE))
+
+
+def is_allowed(version: str, versions: str) -> bool:
+    """Says whether a version is in a range such as >=2.11,<2.15 or ==2.60.*"""
+    parts = numbers(version)
+    rules = [(rule.strip("0123456789.*"), numbers(rule)) for rule in versions.split(",") if rule]
+    signs = {">=": parts.__ge__, "<": parts.__lt__, "==": lambda limit: parts[: len(limit)] == limit}
+    return all(signs[sign](limit) for sign, limit in rules)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 def result_of(program: str) -> tuple[bool, str]:
@@ -63,17 +75,17 @@ def result_of(program: str) -> tuple[bool, str]:
     return done.returncode == 0, lines[-1] if lines else f"it ends with status {done.returncode}"
 
 
-def judge(name: str, works: bool, text: str, tested: str | None, mark: str, remedy: str) -> Line:
+def judge(name: str, works: bool, text: str, versions: str, mark: str, remedy: str) -> Line:
     """Marks a package by its version `text`; with `mark` if it does not work, `text` being the reason."""
-    if works and tested in (None, text.partition("+")[0]):
+    if works and is_allowed(text, versions):
         return "✓", f"{name} {text}"
-    return ("–", f"{name} {text}, tested is {tested}: {remedy}") if works else (mark, f"{name}: {text}. {remedy}")
+    return ("–", f"{name} {text}, outside {versions}: {remedy}") if works else (mark, f"{name}: {text}. {remedy}")
 
 
 def optional() -> Iterator[Line]:
-    tested = tested_versions("requirements-vllm.txt").get("vllm")
+    versions = allowed_versions("requirements-vllm.txt").get("vllm", "")
     vllm = result_of("import vllm; print(vllm.__version__)")
-    yield judge("vLLM (optional: rollout.name=vllm)", *vllm, tested, "–", "`make setup-vllm`")
+    yield judge("vLLM (optional: rollout.name=vllm)", *vllm, versions, "–", "`make setup-vllm`")
     works, text = result_of("from scripts.check_env import gpu; print(gpu())")
     yield "✓" if works else "–", f"GPU (optional): {text}"
 

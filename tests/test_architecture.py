@@ -17,6 +17,8 @@ LAYERS = ["configs", "data", "training", "workers", "main", "extras"]  # a modul
 MAX_MODULE, MAX_FUNCTION, MAX_POSITIONAL = 450, 50, 6  # lines, lines, parameters
 MAX_TOUR = 2400  # lines to read of the files in docs/tour.md: one afternoon
 
+UPSTREAM = "workers/upstream.py"
+
 Finding = tuple[str, str]  # (what an exemption would name: module or module:function, what is wrong)
 
 DOOR = (
@@ -88,6 +90,13 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "extras/verl/compat.py": "DataProto.print_size, which code for verl calls to see sizes",
         "workers/model_worker.py": "the memory of its GPU, which main.py must not touch",
     },
+    "private": {
+        "configs/loader.py": "OmegaConf's nodes, for which setting an error names",
+        "configs/settings.py": "OmegaConf's nodes: what was set, by whom, and whether it is a reference",
+        "custom/env_wrapper.py": "gymnasium tells nobody else where the cliff of CliffWalking is",
+        "data/concurrency.py": "asyncio's connection, in a layer below",
+    },
+    "introspection": {UPSTREAM: "what another version lacks"},
     "environment": {
         "configs/process.py": "sets what torch reads when it is loaded, and Hydra's switch, and keys to servers",
         "extras/verl/__main__.py": "a script for verl reads the variables of whoever starts it, and sets others",
@@ -131,9 +140,17 @@ def is_no_pair(file: str, name: str) -> bool:
     return own != other and (own, other) not in PAIRS
 
 
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 QUARANTINE = {
-    "ray": ["workers/ray_group.py", "workers/resources.py"],
-    "vllm": ["workers/vllm_rollout_spmd.py", "extras/openai/vllm_weights.py", "extras/openai/weight_transfer.py"],
+    "ray": [UPSTREAM],
+    f"{module_of(UPSTREAM)}.ray": ["workers/ray_group.py", "workers/resources.py"],
+    "vllm": [
+        *(UPSTREAM, "workers/vllm_rollout_spmd.py"),
+        *("extras/openai/vllm_weights.py", "extras/openai/weight_transfer.py"),
+    ],
     "sglang": ["extras/sglang/rollout.py"],
 }
 
@@ -146,10 +163,6 @@ def is_patch(node: ast.AST) -> bool:
         sets_class = node.attr == "__class__" and isinstance(node.ctx, ast.Store)
         return sets_class or bool(PATCHING.fullmatch(node.attr))
     return isinstance(node, ast.alias) and bool(PATCHING.fullmatch(node.name))
-
-
-def module_of(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def cycles(trees: dict[str, ast.Module]) -> Iterator[Finding]:
@@ -202,6 +215,28 @@ def endless_waits(trees: dict[str, ast.Module]) -> Iterator[Finding]:
             yield from ((f"{file}:{function.name}", f"line {line}") for line in lines)
 
 
+PUBLIC = ("_asdict", "_replace", "_exit", "_current_frames")  # documented, for all their name
+PRIVATE = re.compile(r"([A-Za-z]\w*\.)+_[A-Za-z][\w.]*")  # a dotted name with a private part
+
+
+def private_names(trees: dict[str, ast.Module]) -> Iterator[Finding]:
+    """Private names of other packages are used in workers/upstream.py alone; what we define, or set, is ours."""
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    ours |= {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+    }
+    for file in trees.keys() - {UPSTREAM}:
+        names = {*imported(trees[file])}
+        roots = {name.split(".")[0] for name in names} - {*LAYERS, "custom"}
+        nodes = [node for node in ast.walk(trees[file]) if isinstance(node, ast.Attribute | ast.Constant)]
+        names |= {ast.unparse(node).strip("'") for node in nodes}  # of loggers, too
+        others = {node.attr for node in nodes if isinstance(node, ast.Attribute)}.difference(ours, PUBLIC)
+        yield from ((file, name) for name in others if PRIVATE.fullmatch(f"x.{name}"))
+        others = (name for name in names if name.split(".")[0] in roots and name.split(".")[-1] not in PUBLIC)
+        yield from ((file, name) for name in others if PRIVATE.fullmatch(name))
+
+
 Fence = Callable[[dict[str, ast.Module]], Iterator[Finding]]
 
 
@@ -241,9 +276,10 @@ FENCES = {
     ),
     "pairs": no_import("An extra imports no other, but for the pairs that the table names.", is_no_pair),
     "quarantine": no_import(
-        "Ray is known to two files, vLLM to three, SGLang to one.",
-        lambda file, name: file not in QUARANTINE.get(name.split(".")[0], [file]),
+        "Ray is imported by one file and used in two, vLLM is known to four, SGLang to one.",
+        lambda file, name: file not in (QUARANTINE.get(name) or QUARANTINE.get(name.split(".")[0], [file])),
     ),
+    "private": private_names,
     "custom": no_import(
         "The user's files are found by path from the config, never imported.",
         lambda file, name: name.split(".")[0] == "custom" and not file.startswith("custom/"),
@@ -297,6 +333,12 @@ VIOLATIONS = [
     ("waits", {"extras/overlap/x.py": "async def f():\n    await asyncio.wait(tasks, return_when=FIRST_COMPLETED)"}),
     ("print", {"data/x.py": "print(1)"}),
     ("environment", {"data/x.py": "import os\nos.environ['A'] = '1'"}),
+    ("private", {"data/x.py": "import torch\ntorch._dynamo.reset()"}),
+    ("private", {"data/x.py": "def f(tensor):\n    tensor._is_view()"}),
+    ("private", {"data/x.py": "def f():\n    from ray._private.utils import get_ray_address_file"}),
+    ("private", {"data/x.py": "import torch, logging\nlogging.getLogger('torch._library.triton')"}),
+    ("private", {"data/x.py": "import torch\nclass A:\n    def _c(self): torch._c()"}),
+    ("quarantine", {"training/x.py": "from workers.upstream import ray"}),
     ("introspection", {"data/x.py": "getattr(x, 'y', None)"}),
 ]  # fmt: skip
 

@@ -22,9 +22,9 @@ def test_a_broken_torch_is_shown_with_the_remedy(code, write, tmp_path, monkeypa
 def test_versions_are_compared_with_those_of_the_requirements(tmp_path, monkeypatch):
     monkeypatch.setattr(check_env, "ROOT", tmp_path)  # as in a wheel, which has no files of requirements
     required = [
-        "torch==2.1",
-        "ray[default]==2.2",
-        "peft==1.0",
+        "torch<2.2,>=2.1",
+        "ray[default]==2.2.*",
+        "peft<2,>=0.9.1",
         "numpy==2.0",
         "pandas==3.0",
         "vllm==1.0; extra == 'vllm'",
@@ -36,3 +36,19 @@ def test_versions_are_compared_with_those_of_the_requirements(tmp_path, monkeypa
     marks = {text.split()[0].strip(":"): mark for mark, text in check_env.packages()}
     assert marks == {"Python": "✓", "torch": "✓", "ray": "–", "numpy": "–", "pandas": "✗"}
     assert [mark for mark, _ in check_env.optional()] == ["✓", "✓"]  # vLLM of any version
+
+
+@pytest.mark.parametrize(
+    ("version", "versions", "expected"),
+    [
+        ("2.14.1+cpu", ">=2.11,<2.15", True),
+        ("2.15.0", ">=2.11,<2.15", False),
+        ("2.9.1", ">=2.11,<2.15", False),
+        ("2.60.1", "==2.60.*", True),
+        ("2.6.0", "==2.60.*", False),
+        ("0.33.0", "==0.32.0", False),
+        ("0.1", "", True),
+    ],
+)
+def test_ranges_are_read_as_pip_reads_them(version, versions, expected):
+    assert check_env.is_allowed(version, versions) == expected

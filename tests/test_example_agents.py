@@ -60,4 +60,4 @@ def test_without_its_package_an_agent_says_what_to_install(name, package):
     module, program, *_ = PROGRAMS[name]
     file = program.removeprefix("python ").partition(":")[0]
     ran = python("-c", f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_path('{ROOT}/{file}')")
-    assert f"needs the package {package}: pip install -r requirements-agents.txt" in ran.stderr
+    assert f"needs the package {package}: pip install -c constraints.txt -r requirements-agents.txt" in ran.stderr

@@ -29,7 +29,7 @@ IDS["openenv"] = "openenv:http://x"
 def test_without_its_package_an_example_says_what_to_install(package):
     made = f"from custom.env_wrapper import make_env\nmake_env({IDS[package]!r})"
     ran = python("-c", f"import sys; sys.modules[{package!r}] = None\n{made}")
-    assert f"needs the package {package}: pip install -r requirements-envs.txt" in ran.stderr
+    assert f"needs the package {package}: pip install -c constraints.txt -r requirements-envs.txt" in ran.stderr
 
 
 def test_a_careful_walk_marks_right_moves_that_pass_by_a_hole():

@@ -445,7 +445,7 @@ def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.Mo
     placement = mock.Mock(wait=lambda _: cluster.append({"CPU": 2.0}) or next(waits))
     monkeypatch.setattr(resources, "joins_cluster", lambda: True)
     monkeypatch.setattr(resources, "machines", lambda: cluster)
-    monkeypatch.setattr(resources, "placement_group", lambda *_, **__: placement)
+    monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: placement)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: mock.Mock(gcs_address="10.0.0.1:6379"))
     asked = Resources(workers=6, threads=1, gpus=0, nodes=3, threads_from="a test")

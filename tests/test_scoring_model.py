@@ -124,9 +124,10 @@ def test_what_sdpa_does_not_do_is_left_to_eager_attention(capsys):
     torch.manual_seed(0)
     config = Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=2.0)
     assert ready(Gemma2ForCausalLM(config)).config._attn_implementation == "eager"
-    assert "Gemma2ForCausalLM takes eager attention" in capsys.readouterr().err
+    knows = not Gemma2ForCausalLM._supports_sdpa  # later versions of transformers choose eager by themselves
+    assert ("Gemma2ForCausalLM takes eager attention" in capsys.readouterr().err) != knows
     config = Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=None)
-    assert ready(Gemma2ForCausalLM(config)).config._attn_implementation == "sdpa"
+    assert ready(Gemma2ForCausalLM(config)).config._attn_implementation == ("eager" if knows else "sdpa")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -81,7 +81,7 @@ def by_llama_cpp(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def write_gguf(file: Path, model: LlamaForCausalLM, tokens: list[str], merges: list[str]) -> None:
     """`model` and a byte-level tokenizer as llama.cpp's converter writes them, the embeddings in 8-bit blocks."""
-    gguf = pytest.importorskip("gguf", reason="not in this environment: pip install -r requirements-dev.txt")
+    gguf = pytest.importorskip("gguf", reason="not in this environment: make setup")
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
     values = {

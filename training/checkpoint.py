@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy._core import multiarray
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from yaml import YAMLError
@@ -51,7 +50,7 @@ FILE_ERRORS = (  # what writing or reading a part of a checkpoint may raise, a p
     *(pickle.PickleError, YAMLError),
 )
 PLAIN = [  # what a file without code may hold beside tensors
-    *(multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype),
+    *(np.empty(0).__reduce__()[0], np.float64().__reduce__()[0], np.ndarray, np.dtype),
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
 ]
 START_AFRESH = "Set trainer.resume_mode=resume_path with trainer.resume_from_path, or trainer.resume_mode=disable."

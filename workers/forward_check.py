@@ -17,6 +17,7 @@ from data.protocol import DataProto
 from data.wire import positions
 from workers.collectives import common_notice, largest
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
+from workers.upstream import attention_of
 
 TOLERANCE = 1e-3  # right forwards of float32 weights agree far better, wrong ones far worse
 ROUNDINGS = 4  # times the change that rounding to the compute dtype makes
@@ -44,7 +45,7 @@ class Trial:
         self.model, self.dtypes = model, {torch.float32, dtype}
         self.ask = "values" if model.get_output_embeddings() is None else "log_probs"
         self.width = check_width(model, longest, self.shortest(model, dtype))
-        implementation = model.config._attn_implementation
+        implementation = attention_of(model)
         try:
             model.set_attn_implementation("eager")
             self.refer(self.width if self.width <= EAGER_WIDTH else SHORTEST)

@@ -17,11 +17,7 @@ from threading import Thread
 from typing import Any
 from uuid import uuid4
 
-import ray
 import torch
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.errors import ConfigError, MayPass, notice_once, warns_of_close
 from configs.extras import find
@@ -39,6 +35,7 @@ from workers.models import gpu_trouble, rocm_notice
 from workers.parallel import layout_of
 from workers.resources import Resources, joins_cluster, reserve, resources_line
 from workers.rollout import load_rollout_class
+from workers.upstream import ray, ray_store
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOSE_SECONDS = 5  # in which workers close what they hold; then they are killed
@@ -81,8 +78,8 @@ class RayWorkerGroup:
                     with children_apart():
                         ray.init(address="local", include_dashboard=False)
             placement = reserve(resources)
-            cleanup.callback(remove_placement_group, placement)
-            cleanup.callback(_internal_kv_del, self.name, del_by_prefix=True)
+            cleanup.callback(ray.util.remove_placement_group, placement)
+            cleanup.callback(ray_store().delete, self.name, del_by_prefix=True)
             self.workers, self.places = [], []
             if folder and len(ray.nodes()) > 1:
                 self._check_is_shared(folder, placement)
@@ -100,12 +97,12 @@ class RayWorkerGroup:
             self._wait("build", [worker.build.remote(worker_class, *args) for worker in self.workers])
             self.cleanup = cleanup.pop_all()
 
-    def _check_is_shared(self, folder: Path, placement: PlacementGroup) -> None:
+    def _check_is_shared(self, folder: Path, placement: Any) -> None:
         """Raises ConfigError if a machine of the group does not see what the driver writes into `folder`. The tasks
         that look import nothing of ours, so they end long before a worker would have started."""
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        bundles = placement_group_table(placement)["bundles_to_node_id"]
-        where = [PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index) for index in bundles]
+        bundles = ray.util.placement_group_table(placement)["bundles_to_node_id"]
+        where = [bundle_of(placement, index) for index in bundles]
         with NamedTemporaryFile(dir=folder, prefix=".seen_") as new:
             tasks = [ray.remote(num_cpus=0, scheduling_strategy=each)(os.path.exists) for each in where]
             answers = self._wait("look", [task.remote(new.name) for task in tasks])
@@ -122,10 +119,10 @@ class RayWorkerGroup:
         return Wait(verb, self.places, self._newest_beat, self.stall_timeout)
 
     def _newest_beat(self, rank: int) -> Beat | None:
-        text = _internal_kv_get(f"{self.name}/{rank}")
+        text = ray_store().get(f"{self.name}/{rank}")
         return Beat(*json.loads(text)) if text else None
 
-    def _wait(self, verb: str, calls: list[ray.ObjectRef]) -> list[Any]:
+    def _wait(self, verb: str, calls: list[Any]) -> list[Any]:
         return RayPending(calls, self.wait_for(verb)).result()
 
     def close(self) -> None:
@@ -141,7 +138,7 @@ class RayWorkerGroup:
 class RayPending:
     """The `Pending` of calls to Ray actors, in the order of their ranks."""
 
-    calls: list[ray.ObjectRef]
+    calls: list[Any]
     wait: Wait
 
     def result(self) -> list[Any]:
@@ -316,7 +313,7 @@ def send_beats(key: str) -> None:
         before = Progress.done
         time.sleep(BEAT_SECONDS)
         beat = number, Progress.done, stacks() if Progress.done == before else ""
-        _internal_kv_put(key, json.dumps(beat))
+        ray_store().put(key, json.dumps(beat))
 
 
 def store_host(alone: bool) -> str:
@@ -324,16 +321,19 @@ def store_host(alone: bool) -> str:
     return "127.0.0.1" if alone else ray.util.get_node_ip_address()
 
 
-def remote_class(resources: Resources, placement: PlacementGroup, index: int) -> Any:
+def remote_class(resources: Resources, placement: Any, index: int) -> Any:
     """Makes `RemoteWorker` the actor of rank `index` of the group."""
     return ray.remote(
         num_cpus=resources.threads,
         num_gpus=resources.gpus,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement, placement_group_bundle_index=index // resources.workers_a_node
-        ),
+        scheduling_strategy=bundle_of(placement, index // resources.workers_a_node),
         runtime_env={"env_vars": worker_environment(resources.threads)},
     )(RemoteWorker)
+
+
+def bundle_of(placement: Any, index: int) -> Any:
+    """Has Ray place something on the machine of one bundle of a placement group."""
+    return ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placement, index)
 
 
 def worker_environment(n_threads: int) -> dict[str, str]:

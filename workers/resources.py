@@ -4,13 +4,9 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-import ray
 import torch
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._private.utils import get_ray_address_file
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from configs.checks import plural
 from configs.errors import ConfigError, first_line, notice, notice_once
@@ -18,6 +14,7 @@ from configs.process import Threads, available_cores, children_apart, memory_and
 from configs.schema import RunConfig
 from workers.collectives import check_speaks_http2
 from workers.models import gpu_trouble
+from workers.upstream import ray, ray_address_file, take_ray_token
 
 PLACEMENT_SECONDS = 60  # for others to free what is asked for; between two lines about it
 KINDS = "CPU", "GPU"  # of what Ray reserves
@@ -55,16 +52,16 @@ class Resources:
         return {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
 
 
-def reserve(resources: Resources) -> PlacementGroup:
+def reserve(resources: Resources) -> Any:
     """Reserves a placement group of one bundle a machine, on machines apart where there are as many; raises ConfigError
     if the cluster does not have it, or others do not free it in time."""
     line, waited = resources_line([resources], on_ray=True), 0.0
-    placement = placement_group([resources.bundle()] * resources.nodes, strategy="SPREAD")
+    placement = ray.util.placement_group([resources.bundle()] * resources.nodes, strategy="SPREAD")
     while not placement.wait(PLACEMENT_SECONDS):
         waited += PLACEMENT_SECONDS
         line = f"{resources_line([resources], on_ray=True)}: not there, or not free, for {waited:.0f} s."
         if waited >= resources.patience:
-            remove_placement_group(placement)
+            ray.util.remove_placement_group(placement)
             raise ConfigError(f"{line} Stop other jobs, or lower trainer.n_threads.", "trainer.n_threads")
         notice(line)
     if (joined := len(machines())) < resources.nodes:
@@ -107,7 +104,7 @@ def lacking(pools: Sequence[Resources], present: Sequence[dict[str, float]], on_
 def joins_cluster() -> bool:
     """Connects this process to the Ray cluster that RAY_ADDRESS or `ray start` names, if one does, and says so: others
     that run here are other people's. Raises ConfigError if it is not there."""
-    address, origin, file = os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS", Path(get_ray_address_file(None))
+    address, origin, file = os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS", ray_address_file()
     if address in ("", "auto") and file.is_file():
         address, origin = file.read_text().strip(), f"{file}, of user {file.stat().st_uid}"
     if ray.is_initialized() or address in ("", "auto", "local"):
@@ -116,7 +113,7 @@ def joins_cluster() -> bool:
     try:
         if port.isdecimal() and "/" not in host:  # for a wrong one Ray takes minutes
             check_speaks_http2(host.strip("[]"), int(port))
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # Ray does so for its "auto" alone
+        take_ray_token()
         with children_apart():
             ray.init(address=address)
     except (OSError, ValueError, RuntimeError) as error:

@@ -32,6 +32,7 @@ from workers.forward_check import (
 )
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores
 from workers.parallel import Replicas
+from workers.upstream import attention_of
 
 
 def with_hooks(
@@ -106,14 +107,14 @@ def try_forward(model: PreTrainedModel, settings: ModelConfig, dtype: torch.dtyp
 def take_forward(model: PreTrainedModel, settings: ModelConfig, sibling: PreTrainedModel) -> None:
     packed = model.kernels.prepare(model) or padded_scores
     set_forward(model, packed if sibling.shares_prompts else padded_scores, sibling.shares_prompts)
-    model.set_attn_implementation(sibling.config._attn_implementation)
+    model.set_attn_implementation(attention_of(sibling))
     model.parallel.settle(model, lambda: None, sibling)
 
 
 def choose_forward(model: PreTrainedModel, settings: ModelConfig, trial: Trial, dtype: torch.dtype) -> str | None:
     """Gives `model` the first forward that computes what transformers' eager attention does: packed, padded by its
     usual one, padded by the eager; a notice tells of the others. Says why not even the last may be used, or None."""
-    implementation, name = model.config._attn_implementation, type(model).__name__
+    implementation, name = attention_of(model), type(model).__name__
     packed = model.kernels.prepare(model)
     if packed is not None and settings.use_remove_padding:
         set_forward(model, packed, shares_prompts=True)

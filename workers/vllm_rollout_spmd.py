@@ -31,6 +31,7 @@ from data.padding import media_of
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
 from workers.rollout import KEY, Rollout, check_request, check_temperature
+from workers.upstream import memory_of_vllm
 from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
 from workers.weight_sync import sync_class
 
@@ -263,16 +264,16 @@ def segments_of_this_run() -> Iterator[None]:
 
     By itself vLLM has the same names in every run, and one that is killed leaves them, so that no later run starts.
     """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
     from vllm.distributed.parallel_state import get_tp_group
 
-    run, group_name = gather(f"nano_verl_{uuid4().hex}")[0], SharedMemory.make_group_name
+    memory = memory_of_vllm()
+    run, group_name = gather(f"nano_verl_{uuid4().hex}")[0], memory.make_group_name
 
     def name_after_run(communicator: Any) -> str:
         os.environ["VLLM_DIST_IDENT"] = run  # vLLM's worker has set the name that all runs share
         return group_name(communicator)
 
-    SharedMemory.make_group_name = staticmethod(name_after_run)
+    memory.make_group_name = staticmethod(name_after_run)
     try:
         yield
         messages = get_tp_group().mq_broadcaster.buffer
@@ -280,7 +281,7 @@ def segments_of_this_run() -> Iterator[None]:
             messages.shared_memory.unlink()
             messages.is_creator = False  # so that its end does not remove it again
     finally:
-        SharedMemory.make_group_name = staticmethod(group_name)
+        memory.make_group_name = staticmethod(group_name)
         for segment in Path("/dev/shm").glob(f"{run}*"):
             segment.unlink(missing_ok=True)
 

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from configs.schema import RolloutConfig
 from data.seeding import forked_rng
 from workers.rollout import KEY, longest_sequence
+from workers.upstream import TRITON_LOGGER, vllm_ops
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
@@ -148,7 +149,7 @@ def process_as_it_is() -> Iterator[None]:
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     precision, show_error = torch.get_float32_matmul_precision(), sys.excepthook
     start_method = multiprocessing.get_start_method(allow_none=True)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # silences that there is none on a CPU
+    logging.getLogger(TRITON_LOGGER).setLevel(logging.ERROR)  # silences that there is none on a CPU
     try:
         with forked_rng(0), unbound_memory(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about vLLM
@@ -170,8 +171,8 @@ def process_as_it_is() -> Iterator[None]:
 @contextmanager
 def unbound_memory() -> Iterator[None]:
     """Keeps vLLM from binding this whole process's memory to one NUMA node: a trainer may need that of all."""
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    vllm_ops().init_cpu_memory_env = lambda nodes: None
     try:
         yield
     finally:
-        del torch.ops._C.init_cpu_memory_env
+        del vllm_ops().init_cpu_memory_env

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from extras.kernels.cache import RowCache
 from extras.kernels.packed_attention import is_packed, known_sdpa_mask, layer_window
 from extras.kernels.products import Linear, packed_linear
+from workers.upstream import attention_of
 
 NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make
@@ -26,7 +27,7 @@ MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs 
 def decoding(model: PreTrainedModel) -> Iterator[bool]:
     """Has `model` decode fast for the block. Yields whether its attention then reads a prompt once for all rows that
     answer it, and is to be given them as `rows=`; not that of a model which was not prepared."""
-    attention = model.config._attn_implementation
+    attention = attention_of(model)
     shares_prompts = is_packed(model)
     try:
         if shares_prompts:

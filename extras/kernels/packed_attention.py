@@ -27,6 +27,7 @@ from data.padding import PromptIds
 from extras.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
 from extras.kernels.token_head import score_tokens
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores, to_device
+from workers.upstream import attention_of, dynamo, is_view
 
 NAME = "prefix_packed"
 OTHERS = ("softcap", "s_aux", "position_bias")  # changes to the scores that some models ask for, not supported here
@@ -268,9 +269,9 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: fl
     tensors = [laid_out(tensor, missing) for tensor in (query, key, value)]
     try:
         # Without specialize_float the scale would be a tensor on the host.
-        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=MOST_GRAPHS):
+        with dynamo().config.patch(specialize_float=True, recompile_limit=MOST_GRAPHS):
             output = compiled_flex()(*tensors, **options)
-    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+    except dynamo().exc.FailOnRecompileLimitHit as error:
         raise RuntimeError(
             f"FlexAttention was compiled {MOST_GRAPHS} times in this process (TORCH_LOGS=recompiles says why). "
             "actor_rollout_ref.model.use_remove_padding=false does without it."
@@ -283,10 +284,10 @@ def laid_out(tensor: Tensor, missing: int) -> Tensor:
     for a view, or another layout than that of rotated queries."""
     if missing:
         tensor = F.pad(tensor.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
-    if tensor._is_view():
+    if is_view(tensor):
         form = torch.contiguous_format if tensor.shape[1] == 1 else torch.preserve_format
         tensor = tensor.clone(memory_format=form)
-    torch._dynamo.mark_static(tensor, [1, 3])
+    dynamo().mark_static(tensor, [1, 3])
     return tensor
 
 
@@ -318,7 +319,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 def is_packed(model: PreTrainedModel) -> bool:
     """Returns whether the attention of `model` is the one above."""
-    return model.config._attn_implementation == NAME
+    return attention_of(model) == NAME
 
 
 def packed_scores(

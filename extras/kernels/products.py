@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from workers.upstream import onednn_has_bfloat16, onednn_layout, onednn_linear
+
 PLAIN = (Tensor, nn.Parameter)
 # torch has it on other CPUs too, where nobody has tried what is done with it here.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-HAS_BFLOAT16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # with AVX-512, of bfloat16 or by float32
+HAS_BFLOAT16 = HAS_ONEDNN and onednn_has_bfloat16()  # with AVX-512, of bfloat16 or by float32
 IS_FASTER = HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -69,13 +71,9 @@ def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[T
     known = dtype == torch.float32 or (dtype == torch.bfloat16 and HAS_BFLOAT16)
     if not (HAS_ONEDNN and known and is_float32(weight)):
         return None
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), rows)
+    packed = onednn_layout(weight.detach().to(dtype), rows)
     bias = None if bias is None else bias.detach().to(dtype)
     return lambda values: onednn_linear(values.to(dtype), packed, bias)
-
-
-def onednn_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
 
 
 def weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:

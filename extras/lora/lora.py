@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
+from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 from configs.errors import ConfigError
 from configs.paths import find_path
@@ -24,6 +25,7 @@ from extras.lora.settings import check_settings
 from training.model_shards import save_tensors
 from workers.adapter import NoAdapter
 from workers.collectives import largest
+from workers.upstream import has_adapter, without_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -35,14 +37,10 @@ BEYOND = (  # settings of an adapter with which it is more than pairs of matrice
 )
 
 
-def has_lora(model: PreTrainedModel) -> bool:
-    """Returns whether `model` has LoRA's matrices; then only they are trained."""
-    return model._hf_peft_config_loaded  # transformers' word for "has adapters"
-
-
 def add_lora(model: PreTrainedModel, settings: ModelConfig) -> None:
     """Freezes `model` and puts LoRA's matrices beside its own, by `settings` or as the adapter in `lora_adapter_path`
     has them; raises ValueError, naming the key, if it has no such modules."""
+    check_takes_peft()
     from peft.tuners.lora import LoraLayer  # two seconds, and only needed here
 
     tables = model.get_input_embeddings(), model.get_output_embeddings()
@@ -58,6 +56,17 @@ def add_lora(model: PreTrainedModel, settings: ModelConfig) -> None:
         raise unfit(model, settings, f"it has no {', '.join(idle)}")
     if model.config.get_text_config().tie_word_embeddings and (parted := sorted(tied.intersection(layers))):
         raise unfit(model, settings, f"its embedding is its head, and LoRA beside {parted[0]} would part them")
+
+
+def check_takes_peft() -> None:
+    """Raises ConfigError if the installed transformers refuses the installed PEFT, whatever its settings."""
+    try:
+        check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.lora_rank: transformers {__version__} refuses PEFT as it is installed ({error}): "
+            "no LoRA until they fit. Install both as constraints.txt has them."
+        ) from None
 
 
 def adapter_config(settings: ModelConfig) -> "LoraConfig":
@@ -187,7 +196,7 @@ class Product(nn.Module):
 
 def lora_layers(model: PreTrainedModel) -> dict[str, tuple[Any, nn.Parameter]]:
     """Maps the names of LoRA's layers to (layer, the weight that it adds to); empty without LoRA."""
-    if not has_lora(model):
+    if not has_adapter(model):
         return {}
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper  # of experts that are one tensor
@@ -296,14 +305,10 @@ def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Pat
 def save_pretrained(model: PreTrainedModel, adapter: dict[str, Tensor], folder: Path) -> None:
     """Writes the configs of `folder`/huggingface and, of a model with LoRA, `adapter`, its `adapter_weights`, into
     `folder`/lora_adapter, for peft."""
-    with_adapter = has_lora(model)
-    if with_adapter:
+    if has_adapter(model):
         save_adapter(model, adapter, folder / "lora_adapter")
-    model._hf_peft_config_loaded = False  # so that it saves the config of a whole model
-    try:
+    with without_adapter(model):
         model.save_pretrained(folder / "huggingface", state_dict={})
-    finally:
-        model._hf_peft_config_loaded = with_adapter
 
 
 class Lora(NoAdapter):

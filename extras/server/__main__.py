@@ -113,7 +113,8 @@ def become_vllm(config: ServerConfig, listener: socket.socket) -> NoReturn:
 def vllm_command(config: ServerConfig, port: int) -> list[str]:
     """Builds the command line of vLLM's server for the same settings. Raises ConfigError if it is not installed."""
     if find_spec("vllm") is None:
-        raise ConfigError("rollout.name=vllm: pip install -r requirements-vllm.txt, or serve by rollout.name=hf.")
+        remedy = "pip install -c constraints.txt -r requirements-vllm.txt"
+        raise ConfigError(f"rollout.name=vllm: {remedy}, or serve by rollout.name=hf.")
     model, server = config.model, config.server
     path, device = check_model_path(model.path, "model.path"), training_device(n_gpus=None)
     text = load_model_config(model, path, "model.path").get_text_config()

@@ -8,7 +8,7 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -43,6 +42,7 @@ from extras.sharding.settings import shard_count
 from extras.sharding.tensor_parallel import by_mesh, same_on_peers, split_layers, sum_partial_gradients
 from workers.collectives import Peers, common_notice, gather, group_size, rank
 from workers.parallel import Replicas
+from workers.upstream import fill_empty, forget_forward, gather_in, part_of, sum_unused
 
 # Scores are such views, and nobody writes into them.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -92,7 +92,7 @@ class Sharding(Replicas):
         prepare(made)
         shard(made, self)
         at = self.device  # where room is made for this rank's parts of weights that are nowhere yet
-        made._apply(lambda tensor: torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at))
+        fill_empty(made, lambda tensor: torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at))
         fill(made, folder, read)
         return made
 
@@ -112,13 +112,13 @@ class Sharding(Replicas):
             return
         if model.param_dtype == torch.float32:
             return
-        model.reset_iter_state()  # a forward that raised leaves the root gathered
+        forget_forward(model, sharded_parts(model))  # the packed one may have raised
         gather_as(model, model.param_dtype)
         if reason := problem():
             common_notice(
                 f"the weights of {type(model).__name__} are gathered in float32: in {model.param_dtype}, {reason}."
             )
-            model.reset_iter_state()
+            forget_forward(model, sharded_parts(model))
             gather_as(model, torch.float32)
 
     def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
@@ -216,8 +216,7 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
     for part in sharded_parts(model):
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
-        if "set_reduce_scatter_unused_params" in dir(part):  # not in torch 2.11
-            part.set_reduce_scatter_unused_params(True, recurse=False)  # a rank's rows may reach no weight of an expert
+        sum_unused(part)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -240,15 +239,8 @@ def gather_as(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _set_gathered(model: nn.Module, dtype: torch.dtype) -> None:
-    """FSDP2 reads its policy once, and keeps the tensors that it gathers into."""
     for part in sharded_parts(model):
-        for group in fully_shard.state(part)._fsdp_param_groups:
-            if group.mp_policy.param_dtype != dtype:
-                group.mp_policy = replace(group.mp_policy, param_dtype=dtype)
-                for weight in group.fsdp_params:
-                    weight.all_gather_outputs = []
-                    vars(weight).pop("_unsharded_param", None)
-                group._init_mp_dtypes()
+        gather_in(part, dtype)
 
 
 def read_in_float32(table: nn.Module) -> None:
@@ -292,8 +284,7 @@ def local_shard(tensor: Tensor, target: Tensor | None) -> Tensor:
     if not isinstance(target, DTensor):
         return tensor
     mesh, placements = target.device_mesh, target.placements
-    sizes, starts = compute_local_shape_and_global_offset(target.shape, mesh, placements)
-    part = tensor[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+    part = tensor[part_of(target.shape, mesh, placements)]
     part = part.to(target.to_local().device).contiguous()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=target.shape, stride=target.stride())
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from configs.schema import OptimConfig
 from extras.sharding.tensor_parallel import by_mesh
 from workers.parallel import Replicas
+from workers.upstream import part_of
 
 CHUNK = 64 << 20  # numbers of a weight that are stepped at once
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -162,8 +162,8 @@ def first_number(weight: Tensor) -> int:
     """Counts the numbers of the whole tensor that are before this rank's part of it."""
     if not isinstance(weight, DTensor):
         return 0
-    _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return sum(offset * stride for offset, stride in zip(offsets, weight.stride(), strict=True))
+    cuts = part_of(weight.shape, weight.device_mesh, weight.placements)
+    return sum(cut.start * stride for cut, stride in zip(cuts, weight.stride(), strict=True))
 
 
 class Residence:

@@ -18,9 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from transformers import PretrainedConfig, PreTrainedModel
 
 from configs.errors import ConfigError
+from workers.upstream import SHARDS_LOGGER
 
 # What is both sharded and split is gathered in two goes, of which torch says that one would be faster.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+logging.getLogger(SHARDS_LOGGER).setLevel(logging.ERROR)
 
 KEY = "actor_rollout_ref.actor.tensor_parallel_size"
 PARTIAL = "replicated_with_grad_allreduce"  # norms of heads: each rank has the gradient of its own heads

@@ -85,5 +85,5 @@ def optional_package(name: str, source: str) -> ModuleType:
             raise
         raise ValueError(
             f"{source} needs the package {name.replace('_', '-')}, which is not installed: "
-            "pip install -r requirements-sources.txt."
+            "pip install -c constraints.txt -r requirements-sources.txt."
         ) from error

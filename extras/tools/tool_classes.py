@@ -249,6 +249,8 @@ def function_schema(function: Callable, name: str | None = None) -> dict[str, An
     """Makes OpenAI's function schema: types from the hints, texts from the docstring (Google's or Sphinx's)."""
     from transformers.utils import chat_template_utils as made_by
 
+    from workers.upstream import schema_of_hints
+
     tool = f"the tool {function.__name__} ({inspect.getsourcefile(function)})"
     doc = re.sub(r"^(\s*\w+) *\([^)\n]*\):", r"\1:", inspect.getdoc(function) or "", flags=re.M)  # days (int): how many
     texts = dict(re.findall(r":param (\w+): *(.*)", doc)) | made_by.parse_google_format_docstring(doc)[1]
@@ -261,7 +263,7 @@ def function_schema(function: Callable, name: str | None = None) -> dict[str, An
         if parameter.annotation is parameter.empty:
             raise ValueError(f"{tool}, parameter {parameter.name} has no type hint: give it one of {SUPPORTED}.")
     try:
-        parameters = made_by._convert_type_hints_to_json_schema(function)
+        parameters = schema_of_hints(function)
     except (made_by.TypeHintParsingException, NameError, TypeError) as error:
         raise ValueError(f"{tool}: {error}, which no JSON type stands for: use one of {SUPPORTED}.") from error
     parameters["properties"].pop("return", None)

@@ -88,7 +88,7 @@ def test_bash_and_shellcheck_find_nothing(script: Path | str):
 
 def test_kuberays_job_is_of_the_machines_that_its_command_asks_for():
     assert (KUBERAY["apiVersion"], KUBERAY["kind"]) == ("ray.io/v1", "RayJob")
-    assert f"ray[default]=={CLUSTER['rayVersion']}\n" in (ROOT / "requirements.txt").read_text()
+    assert f"\nray=={CLUSTER['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
     assert CLUSTER["authOptions"] == {"mode": "token"}
     [others] = CLUSTER["workerGroupSpecs"]
     assert others["replicas"] == others["minReplicas"] == others["maxReplicas"]

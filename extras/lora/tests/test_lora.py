@@ -145,6 +145,12 @@ def test_what_does_not_fit_the_model_is_refused_by_its_key(tiny_model, tmp_path,
         load(tiny_model, **{"lora_rank": 0 if "lora_adapter_path" in settings else 4, **settings})
 
 
+def test_transformers_that_refuses_peft_is_said_as_that(tiny_model, monkeypatch):
+    monkeypatch.setattr("extras.lora.lora.MIN_PEFT_VERSION", "99.0")
+    with pytest.raises(ConfigError, match=r"^model\.lora_rank: transformers \S+ refuses PEFT .*99\.0.*constraints"):
+        load(tiny_model, lora_rank=4)
+
+
 def test_layers_may_be_left_out_of_all_linear(tiny_model):
     module = load(tiny_model, lora_rank=4, exclude_modules=["q_proj", "down_proj"])
     layers = {name.split(".")[-4] for name, _ in module.named_parameters() if ".lora_A." in name}

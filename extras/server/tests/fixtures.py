@@ -1,4 +1,5 @@
-"""Servers of tiny models: ours in a thread of this process, and vLLM's own in a process."""
+"""Servers of tiny models: ours in a thread of this process, and vLLM's own in a process. conftest.py loads this file
+for all tests, so what needs fastapi and uvicorn is imported by who uses it."""
 
 import os
 import signal
@@ -9,13 +10,12 @@ from pathlib import Path
 from socket import socket
 from threading import Thread
 from time import sleep
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
 from configs.loader import Arguments, load_config, yaml_folder
-from extras.server.__main__ import bind_socket, load_served
-from extras.server.app import Served, http_server
 from extras.server.settings import ServerConfig
 from tests.forked import Run
 from tests.servers import KEY
@@ -29,8 +29,11 @@ def compose(model: Path, *overrides: str) -> ServerConfig:
 
 
 @contextmanager
-def serving(served: Served, config: ServerConfig) -> Iterator[str]:
+def serving(served: Any, config: ServerConfig) -> Iterator[str]:
     """A server in a thread of this process; its address."""
+    from extras.server.__main__ import bind_socket
+    from extras.server.app import http_server
+
     listener = bind_socket(config.server)
     server = http_server(served, log_level="error", timeout_graceful_shutdown=1)
     thread = Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -75,13 +78,13 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model: Path) -> Served:
+def served(tiny_model: Path) -> Any:
     """The tiny model behind a server's engine, which asks for a key."""
-    return load_served(compose(tiny_model, f"server.api_key={KEY}"))
+    return pytest.importorskip("extras.server.__main__").load_served(compose(tiny_model, f"server.api_key={KEY}"))
 
 
 @pytest.fixture(scope="module")
-def address(served: Served, tiny_model: Path) -> Iterator[str]:
+def address(served: Any, tiny_model: Path) -> Iterator[str]:
     """The address of a server of the tiny model, which asks for a key."""
     with serving(served, compose(tiny_model)) as url:
         yield url
