@@ -21,12 +21,11 @@ from configs.checks import check_output_folder
 from configs.errors import ConfigError, notice
 from configs.loader import compose
 from configs.schema import Config
-from configs.settings import with_settings
 from data.files import dump_jsonl
-from data.seeding import derive_seed, seed_everything
+from data.seeding import seed_everything
 from data.types import Row
-from extras.imitate.demonstrations import Demonstrations
-from training.environment import build_environment, data_settings, env_dataset
+from extras.imitate.crew import helpers_of, make_rows
+from extras.imitate.demonstrations import demonstrations_of
 
 OFTEN, ALIKE = 10, 0.25  # rows of a text, and the share of them that its commonest answer has
 
@@ -51,14 +50,12 @@ def write_demonstrations(
 ) -> int:
     """Writes `rows` rows of a player in the environment of `config`, as JSON lines with prompt and response, or, of
     the history `transcript`, with messages; each round `number` has others. Returns how many."""
-    seed = derive_seed(config.trainer.seed, f"round {number}")
     if config.env.id is None:
         raise ConfigError("env.id is not set: name the environment that the player plays, as in env.id=FrozenLake-v1.")
-    settings = {"env.mode": "step", "trainer.seed": derive_seed(seed, "demonstrated_states") % 2**31}
-    environment = build_environment(with_settings(config, settings))
-    dataset = env_dataset(data_settings(config), environment, None, size=1)
-    demonstrations = Demonstrations(environment, dataset, player, seed)
-    written = tell_of_secrets(demonstrations.turns(), rows) if history == "turns" else demonstrations.transcripts()
+    demonstrations = demonstrations_of(config, player, number)
+    helpers = helpers_of(config, player, number) if demonstrations.environment.repeatable else []
+    turns = tell_of_secrets(demonstrations.turns(make_rows(demonstrations, helpers)), rows)
+    written = turns if history == "turns" else demonstrations.transcripts()
     dump_jsonl(output, track(islice(written, rows), "writing demonstrations", total=rows))
     return rows
 

@@ -19,6 +19,7 @@ import numpy as np
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import with_settings
+from data.seeding import numpy_generator
 from extras.imitate.demonstrations import PLAYERS, load_player
 from training.environment import build_environment, episode_seeds
 
@@ -152,7 +153,11 @@ class Earnings:
     @classmethod
     def of(cls, environment: Any, player: str, seeds: Sequence[int]) -> "Earnings":
         """Plays an episode from each reset."""
-        episode, choose, rewards = environment.clone(), load_player(player, environment, 0), []
+        episode, choose, rewards = (
+            environment.clone(),
+            load_player(player, environment, numpy_generator(0, "player")),
+            [],
+        )
         started = time.perf_counter()
         for seed in seeds:
             episode.reset(seed)

@@ -334,23 +334,26 @@ class Playouts(Credit):
         _, states = position = positions.keep()
         for playout in range(environment.playouts):
             chances = with_seed(states, (seed, len(actions), playout))
-            following = tee(self.random_moves(seed, playout), len(moves))
+            drawn = tee(self.random_moves(seed, playout), len(moves))
             for number, move in enumerate(moves):
                 positions.put_back(position, chances)
                 world.actions = [*actions]
-                totals[number] += self.play_out(world, islice(chain([move], following[number]), horizon))
+                following = self.following(world, drawn[number])
+                totals[number] += self.play_out(world, islice(chain([move], following), horizon))
         positions.put_back(position)  # also what the run itself draws from
         return [total / environment.playouts for total in totals]
+
+    def following(self, world: Any, drawn: Iterator[Any]) -> Iterator[Any]:
+        """Yields the moves after the one that is judged: those that are `drawn` at random."""
+        return drawn
 
     def play_out(self, world: Any, moves: Iterator[Any]) -> float:
         """Plays moves until the episode is over; returns the discounted sum of rewards."""
         total, weight = 0.0, 1.0
-        with world.blame():
-            for move in moves:
-                world.actions.append(move)
-                _, reward, terminated, truncated, _ = world.env.step(world.acts.native(move))
-                total += weight * float(reward)
-                if terminated or truncated:
-                    break
-                weight *= self.environment.discount
+        for move in moves:
+            reward, terminated, truncated, _ = world.step(move)
+            total += weight * reward
+            if terminated or truncated:
+                break
+            weight *= self.environment.discount
         return total
