@@ -73,6 +73,7 @@ TABLE: dict[str, dict[str, str]] = {
         "spaces": "extras.gym.space_text:SpaceText",
         "search": "extras.lookahead.credit:Search",
         "playouts": "extras.lookahead.credit:Playouts",
+        "policy": "extras.lookahead.policy:play_on",
         "trial": "extras.gym.walks:try_out",
         "moves": "extras.gym.actions:compare_moves",
         "processes": "extras.gym.process_env:ProcessEnv",

@@ -19,6 +19,7 @@ from rich.progress import track
 
 from configs.checks import check_output_folder
 from configs.errors import ConfigError, notice
+from configs.extras import find
 from configs.loader import compose
 from configs.schema import Config
 from data.files import dump_jsonl
@@ -46,15 +47,26 @@ def tell_of_secrets(demonstrations: Iterator[Row], rows: int) -> Iterator[Row]:
 
 
 def write_demonstrations(
-    config: Config, player: str, rows: int, output: Path, history: str = "turns", number: int = 1
+    config: Config,
+    player: str,
+    rows: int,
+    output: Path,
+    history: str = "turns",
+    number: int = 1,
+    by_policy: bool = False,
 ) -> int:
     """Writes `rows` rows of a player in the environment of `config`, as JSON lines with prompt and response, or, of
     the history `transcript`, with messages; each round `number` has others. Returns how many."""
     if config.env.id is None:
         raise ConfigError("env.id is not set: name the environment that the player plays, as in env.id=FrozenLake-v1.")
     demonstrations = demonstrations_of(config, player, number)
-    helpers = helpers_of(config, player, number) if demonstrations.environment.repeatable else []
-    turns = tell_of_secrets(demonstrations.turns(make_rows(demonstrations, helpers)), rows)
+    environment, dataset = demonstrations.environment, demonstrations.dataset
+    if by_policy:
+        made = find("environment", "policy")(config, environment, dataset).settle(demonstrations.rows_of)
+    else:
+        helpers = helpers_of(config, player, number) if environment.repeatable else []
+        made = make_rows(demonstrations, helpers)
+    turns = tell_of_secrets(demonstrations.turns(made), rows)
     written = turns if history == "turns" else demonstrations.transcripts()
     dump_jsonl(output, track(islice(written, rows), "writing demonstrations", total=rows))
     return rows
@@ -67,6 +79,9 @@ def main() -> None:
     parser.add_argument(
         "--history", choices=("turns", "transcript"), default="turns", help="a turn a row, or an episode"
     )
+    parser.add_argument(
+        "--by-policy", action="store_true", help="the model of actor_rollout_ref.model.path plays playouts on"
+    )
     parser.add_argument("--round", type=int, default=1, metavar="N", help="each round has other states (1)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .jsonl file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of main.py, env.id first of all")
@@ -76,7 +91,7 @@ def main() -> None:
         check_output_folder(str(arguments.output.parent), "--output")
         seed_everything(config.trainer.seed)
         given = arguments.player, arguments.rows, arguments.output, arguments.history, arguments.round
-        write_demonstrations(config, *given)
+        write_demonstrations(config, *given, arguments.by_policy)
     print(f"{arguments.output} has {arguments.rows} rows: python -m extras.sft data.train_files={arguments.output} …")
 
 

@@ -326,9 +326,15 @@ class Playouts(Credit):
 
     def estimate(self, seed: int, actions: tuple[Any, ...], moves: tuple[Any, ...]) -> list[float]:
         """Returns the mean discounted return of each move and random ones after it, over the playouts."""
+        returns = np.full((self.environment.playouts, len(moves)), np.nan)
+        self.play_all(seed, actions, moves, returns)
+        return returns.mean(0).tolist()
+
+    def play_all(self, seed: int, actions: Sequence[Any], moves: Sequence[Any], returns: np.ndarray) -> None:
+        """Puts returns of playouts, [K, A], where there is none (NaN) yet."""
         environment, world = self.environment, self.environment.world_of(seed)
         left = max(environment.max_turns - len(actions), 1)
-        horizon, totals = min(environment.horizon or left, left), [0.0] * len(moves)
+        horizon = min(environment.horizon or left, left)
         world.restore(seed, actions)
         positions = Positions(world.env)
         _, states = position = positions.keep()
@@ -336,12 +342,12 @@ class Playouts(Credit):
             chances = with_seed(states, (seed, len(actions), playout))
             drawn = tee(self.random_moves(seed, playout), len(moves))
             for number, move in enumerate(moves):
-                positions.put_back(position, chances)
-                world.actions = [*actions]
-                following = self.following(world, drawn[number])
-                totals[number] += self.play_out(world, islice(chain([move], following), horizon))
+                if math.isnan(returns[playout, number]):
+                    positions.put_back(position, chances)
+                    world.actions = [*actions]
+                    following = self.following(world, drawn[number])
+                    returns[playout, number] = self.play_out(world, islice(chain([move], following), horizon))
         positions.put_back(position)  # also what the run itself draws from
-        return [total / environment.playouts for total in totals]
 
     def following(self, world: Any, drawn: Iterator[Any]) -> Iterator[Any]:
         """Yields the moves after the one that is judged: those that are `drawn` at random."""
@@ -350,10 +356,16 @@ class Playouts(Credit):
     def play_out(self, world: Any, moves: Iterator[Any]) -> float:
         """Plays moves until the episode is over; returns the discounted sum of rewards."""
         total, weight = 0.0, 1.0
-        for move in moves:
-            reward, terminated, truncated, _ = world.step(move)
-            total += weight * reward
-            if terminated or truncated:
-                break
-            weight *= self.environment.discount
+        with world.blame():
+            for move in moves:
+                reward, terminated, truncated = self.step(world, move)
+                total += weight * float(reward)
+                if terminated or truncated:
+                    break
+                weight *= self.environment.discount
         return total
+
+    def step(self, world: Any, move: Any) -> tuple[float, bool, bool]:
+        """Plays a move: reward, terminated, truncated. Nobody reads where it leads."""
+        world.actions.append(move)
+        return world.env.step(world.acts.native(move))[1:4]

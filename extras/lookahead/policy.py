@@ -4,71 +4,96 @@ A model answers many prompts at once far faster than one by one. So states are w
 comes to a prompt which has not been answered ends there, and is played again when all such prompts have been.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from typing import Any
 
+import numpy as np
+
+from configs.errors import ConfigError
 from configs.schema import Config
 from custom.env_wrapper import EnvState
 from data.chat import encode_prompt
 from data.pretrained import load_tokenizer
-from data.types import Request, SamplingParams
+from data.types import Message, Request, SamplingParams
 from extras.lookahead.credit import Playouts
 from extras.standalone.rollout import StandaloneRollout
 
+AT_ONCE = 256  # resets that are worked on
+Ask = Callable[[list[list[Message]]], list[str]]  # of prompts: their answers
 
-class NotKnown(BaseException):
+
+class NotKnown(BaseException):  # which nobody takes for a failure of the environment or of a player
     """A policy was asked for moves that it has not made yet."""
 
 
 class Policy:
-    """The greedy answers of the model at `config.actor_rollout_ref.model.path`, by what it is shown.
+    """A policy's moves by what it is shown: `ask` answers prompts, many at a time.
 
     Attributes:
-        known: the move of each prompt; None: no legal one.
+        known: the move of each prompt so far; None: no legal one.
         asked: prompts that are to be answered.
     """
 
-    def __init__(self, config: Config, environment: Any, dataset: Any) -> None:
-        self.environment, self.dataset = environment, dataset
-        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-        self.tokenizer = load_tokenizer(model, "actor_rollout_ref.model")
-        self.template = dataset.config.apply_chat_template_kwargs
-        self.rollout = StandaloneRollout(model, rollout, self.tokenizer, config.trainer.n_threads)
-        self.sampling = SamplingParams(False, 1.0, -1, 1.0, rollout.response_length)
+    def __init__(self, environment: Any, dataset: Any, ask: Ask) -> None:
+        self.environment, self.dataset, self.ask = environment, dataset, ask
         self.known: dict[str, Any] = {}
-        self.asked: dict[str, Any] = {}
+        self.asked: dict[str, list[Message]] = {}
 
-    def __call__(self, state: Any) -> Any | None:
-        """Returns its move in a state, None for no legal one; raises NotKnown if it has not been asked before."""
+    def __call__(self, state: EnvState) -> Any | None:
+        """Returns its move in a state, None for no legal one; raises NotKnown if that has not been answered yet."""
         messages = self.dataset.messages(state)
-        if (key := str(messages)) not in self.known:
-            self.asked[key] = messages
+        if (prompt := str(messages)) not in self.known:
+            self.asked[prompt] = messages
             raise NotKnown
-        return self.known[key]
+        return self.known[prompt]
 
-    def answer(self) -> None:
-        """Makes all moves that it has been asked for."""
-        requests = [
-            Request(index, encode_prompt(messages, self.tokenizer, **self.template), self.sampling, seed=0)
-            for index, messages in enumerate(self.asked.values())
-        ]
-        with self.rollout.precision():
-            completions = self.rollout.engine.generate(requests)
-        texts = self.tokenizer.batch_decode([done.token_ids for done in completions], skip_special_tokens=True)
-        self.known |= zip(self.asked, map(self.environment.extract_action, texts), strict=True)
-        self.asked = {}
+    def settle(self, work: Callable[[int], Any]) -> Iterator[Any]:
+        """Yields the results of `work` for 0, 1, …; it is begun again until it meets no prompt without an answer."""
+        for first in count(step=AT_ONCE):
+            some = range(first, first + AT_ONCE)
+            results: dict[int, Any] = {}
+            while len(results) < len(some):
+                for index in some:
+                    if index not in results:
+                        with suppress(NotKnown):
+                            results[index] = work(index)
+                answers = self.ask([*self.asked.values()]) if self.asked else []
+                self.known |= zip(self.asked, map(self.environment.extract_action, answers), strict=True)
+                self.asked = {}
+            yield from map(results.get, some)
 
-    def settle(self, work: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
-        """Returns the results of `work`, which is begun again until it comes by no prompt that is not answered."""
-        results: dict[int, Any] = {}
-        while len(results) < len(indices):
-            for index in indices:
-                if index not in results:
-                    with suppress(NotKnown):
-                        results[index] = work(index)
-            self.answer()
-        return [results[index] for index in indices]
+
+def play_on(config: Config, environment: Any, dataset: Any) -> Policy:
+    """Has the model at actor_rollout_ref.model.path play on after the moves that playouts judge in `environment`.
+
+    Raises:
+        ConfigError: they are not judged by playouts.
+    """
+    if environment.reward != "playouts":
+        raise ConfigError(f"a policy plays playouts on, and env.kwargs.reward={environment.reward}: set playouts.")
+    policy = Policy(environment, dataset, answers_of(config))
+    environment.credit = PolicyPlayouts(environment, policy)
+    return policy
+
+
+def answers_of(config: Config) -> Ask:
+    """Returns what answers prompts by the model at actor_rollout_ref.model.path, greedily."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    tokenizer = load_tokenizer(model, "actor_rollout_ref.model")
+    standalone = StandaloneRollout(model, rollout, tokenizer, config.trainer.n_threads)
+    encode = partial(encode_prompt, tokenizer=tokenizer, **config.data.apply_chat_template_kwargs)
+    greedy = SamplingParams(False, 1.0, -1, 1.0, rollout.response_length)
+
+    def ask(prompts: list[list[Message]]) -> list[str]:
+        requests = [Request(index, encode(messages), greedy, seed=0) for index, messages in enumerate(prompts)]
+        with standalone.precision():
+            completions = standalone.engine.generate(requests)
+        return tokenizer.batch_decode([done.token_ids for done in completions], skip_special_tokens=True)
+
+    return ask
 
 
 class PolicyPlayouts(Playouts):
@@ -77,14 +102,22 @@ class PolicyPlayouts(Playouts):
     def __init__(self, environment: Any, policy: Policy) -> None:
         super().__init__(environment)
         self.policy, self.is_known = policy, True
+        self.begun: dict[tuple, np.ndarray] = {}  # returns of playouts, where some are not known yet
 
     def estimate(self, seed: int, actions: tuple[Any, ...], moves: tuple[Any, ...]) -> list[float]:
         """Returns the mean returns; raises NotKnown, after all playouts, if the policy does not know its answers."""
-        self.is_known = True
-        values = super().estimate(seed, actions, moves)
-        if not self.is_known:
+        key = seed, actions, moves
+        returns = self.begun.setdefault(key, np.full((self.environment.playouts, len(moves)), np.nan))
+        self.play_all(*key, returns)
+        if np.isnan(returns).any():
             raise NotKnown
-        return values
+        return self.begun.pop(key).mean(0).tolist()
+
+    def play_out(self, world: Any, moves: Iterator[Any]) -> float:
+        """Plays moves until the episode is over; returns the discounted sum of rewards, NaN if it is not known yet."""
+        self.is_known = True
+        total = super().play_out(world, moves)
+        return total if self.is_known else np.nan
 
     def following(self, world: Any, drawn: Iterator[Any]) -> Iterator[Any]:
         """Yields the policy's moves; of no legal one, that which is drawn in its place."""
@@ -95,3 +128,7 @@ class PolicyPlayouts(Playouts):
                 self.is_known = False
                 return
             yield move if answer is None else answer
+
+    def step(self, world: Any, move: Any) -> tuple[float, bool, bool]:
+        """Plays a move: reward, terminated, truncated. The policy reads where it leads."""
+        return world.step(move)[:3]
