@@ -53,23 +53,25 @@ def write_demonstrations(
     output: Path,
     history: str = "turns",
     number: int = 1,
-    by_policy: bool = False,
+    by_policy: float | None = None,
 ) -> int:
     """Writes `rows` rows of a player in the environment of `config`, as JSON lines with prompt and response, or, of
-    the history `transcript`, with messages; each round `number` has others. Returns how many."""
+    the history `transcript`, with messages; each round `number` has others. Returns how many: fewer where the model of
+    `config` plays playouts on, and has spent `by_policy` seconds."""
     if config.env.id is None:
         raise ConfigError("env.id is not set: name the environment that the player plays, as in env.id=FrozenLake-v1.")
     demonstrations = demonstrations_of(config, player, number)
     environment, dataset = demonstrations.environment, demonstrations.dataset
     if by_policy:
-        made = find("environment", "policy")(config, environment, dataset).settle(demonstrations.rows_of)
+        made = find("environment", "policy")(config, environment, dataset).settle(demonstrations.rows_of, by_policy)
     else:
         helpers = helpers_of(config, player, number) if environment.repeatable else []
         made = make_rows(demonstrations, helpers)
     turns = tell_of_secrets(demonstrations.turns(made), rows)
     written = turns if history == "turns" else demonstrations.transcripts()
-    dump_jsonl(output, track(islice(written, rows), "writing demonstrations", total=rows))
-    return rows
+    written = [*track(islice(written, rows), "writing demonstrations", total=rows)]
+    dump_jsonl(output, written)
+    return len(written)
 
 
 def main() -> None:
@@ -80,7 +82,7 @@ def main() -> None:
         "--history", choices=("turns", "transcript"), default="turns", help="a turn a row, or an episode"
     )
     parser.add_argument(
-        "--by-policy", action="store_true", help="the model of actor_rollout_ref.model.path plays playouts on"
+        "--by-policy", type=float, metavar="SECONDS", help="actor_rollout_ref.model.path plays playouts on, so long"
     )
     parser.add_argument("--round", type=int, default=1, metavar="N", help="each round has other states (1)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .jsonl file to write")
@@ -91,8 +93,8 @@ def main() -> None:
         check_output_folder(str(arguments.output.parent), "--output")
         seed_everything(config.trainer.seed)
         given = arguments.player, arguments.rows, arguments.output, arguments.history, arguments.round
-        write_demonstrations(config, *given, arguments.by_policy)
-    print(f"{arguments.output} has {arguments.rows} rows: python -m extras.sft data.train_files={arguments.output} …")
+        rows = write_demonstrations(config, *given, arguments.by_policy)
+    print(f"{arguments.output} has {rows} rows: python -m extras.sft data.train_files={arguments.output} …")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ A model answers many prompts at once far faster than one by one. So states are w
 comes to a prompt which has not been answered ends there, and is played again when all such prompts have been.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from data.types import Message, Request, SamplingParams
 from extras.lookahead.credit import Playouts
 from extras.standalone.rollout import StandaloneRollout
 
-AT_ONCE = 256  # resets that are worked on
+FIRST, AT_ONCE = 4, 256  # resets that are worked on at once, twice as many each time: how long they take is not known
 Ask = Callable[[list[list[Message]]], list[str]]  # of prompts: their answers
 
 
@@ -50,20 +51,23 @@ class Policy:
             raise NotKnown
         return self.known[prompt]
 
-    def settle(self, work: Callable[[int], Any]) -> Iterator[Any]:
-        """Yields the results of `work` for 0, 1, …; it is begun again until it meets no prompt without an answer."""
-        for first in count(step=AT_ONCE):
-            some = range(first, first + AT_ONCE)
+    def settle(self, work: Callable[[int], Any], seconds: float = math.inf) -> Iterator[Any]:
+        """Yields the results of `work` for 0, 1, … until so many seconds have passed; it is begun again until it meets
+        no prompt without an answer."""
+        end, size = time.monotonic() + seconds, FIRST
+        first = 0
+        while time.monotonic() < end:
             results: dict[int, Any] = {}
-            while len(results) < len(some):
-                for index in some:
+            while len(results) < size:
+                for index in range(first, first + size):
                     if index not in results:
                         with suppress(NotKnown):
                             results[index] = work(index)
                 answers = self.ask([*self.asked.values()]) if self.asked else []
                 self.known |= zip(self.asked, map(self.environment.extract_action, answers), strict=True)
                 self.asked = {}
-            yield from map(results.get, some)
+            yield from (results[index] for index in range(first, first + size))
+            first, size = first + size, min(2 * size, AT_ONCE)
 
 
 def play_on(config: Config, environment: Any, dataset: Any) -> Policy:
