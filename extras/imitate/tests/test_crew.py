@@ -34,7 +34,7 @@ def made(monkeypatch: pytest.MonkeyPatch, write, tmp_path: Path):
         (log := tmp_path / "log").unlink(missing_ok=True)
         player = PLAYER.format(parent=os.getpid(), log=str(log), there=there, processes=processes)
         config = compose("ppo_trainer", [NIM, f"trainer.n_threads={processes}"], takes_objects=True)
-        which = config, f"{write('player.py', player)}:player"
+        which = config, f"{write(f'player{processes}.py', player)}:player"
         helpers = crew.helpers_of(*which)
         rows = [*islice(crew.make_rows(demonstrations_of(*which), helpers), 80)]
         assert len(helpers) == processes - 1 and not any(helper.is_running() for helper in helpers)
