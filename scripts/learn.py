@@ -48,13 +48,13 @@ from extras.sft.settings import SFTConfig
 from scripts.quickstart import compose as compose_sft
 from workers.ray_group import start_command
 
-MODEL, ROLLOUT = "actor_rollout_ref.model.path=", "actor_rollout_ref.rollout"
+MODEL, ROLLOUT, HORIZON = "actor_rollout_ref.model.path=", "actor_rollout_ref.rollout", "env.kwargs.horizon="
 EPISODES = 100  # held-out ones
 CHOSEN_BY = "env.val_seed=2000000"  # of the episodes by which stages are kept, so that the held-out ones choose nothing
 ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
 IDLE = 2, 5  # rounds without a gain that end imitation: after some with one, and before any
-POLICY_PLAYS = ["env.kwargs.horizon=10", "env.kwargs.playouts=8"]  # of what a model plays on: TODO
+SHORT = 10  # moves of an episode that a model plays on to its end, and not to the horizon of random playouts
 LEAST_LEFT = 0.1  # part of the time with which reinforcement begins
 RATES = {"random": ("1e-3", "2e-4"), "trained": ("1e-4", "1e-5")}  # of imitation and of RL, by the model's weights
 SFT = ["data.train_batch_size=32", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
@@ -292,7 +292,10 @@ def demonstrations(course: Course, seen: Look, number: int, by_policy: bool = Fa
     There are as many as the time allows, by the seconds that a row took in the round before, or a move in the look.
     """
     kind, allowed = "moves by policy" if by_policy else "demonstrations", FOR_LABELS * 60 * course.minutes
-    settings = [*course.settings, *seen.settings, *([f"{MODEL}{course.model}", *POLICY_PLAYS] if by_policy else [])]
+    settings = [*course.settings, *seen.settings]
+    if by_policy:
+        is_cut = any(each.startswith(HORIZON) for each in seen.settings)  # by the look, and not by the user
+        settings += [f"{MODEL}{course.model}", *([f"{HORIZON}null"] if is_cut and seen.turns <= SHORT else [])]
     before = course.results.get(f"{kind} {number - 1}")
     seconds = max(before["seconds"], 0.1) / before["result"] if before else seen.seconds
     count = course.rows if by_policy else max(LEAST_ROWS, min(course.rows, int(allowed / seconds)))

@@ -43,6 +43,7 @@ class Look:
         is_sure: whether these moves are the best that there are, and no estimates.
         seconds: that it takes to know the best move of a state.
         player: who is imitated: best, random or the user's.
+        turns: most moves of an episode.
     """
 
     random: float
@@ -53,6 +54,7 @@ class Look:
     seconds: float
     is_sure: bool = False
     player: str = "best"
+    turns: int = 0
 
     def share(self, value: float) -> float:
         """Returns how far a return is on the way from the random player's to the teacher's."""
@@ -96,7 +98,7 @@ def look(config: Config, episodes: int, player: str = "best") -> dict[str, Any]:
     elif not settings:
         player = "random"
     facts = held_out.mean, teacher.mean, settings, environment.repeatable, teacher.error, teacher.seconds
-    return asdict(Look(*facts, is_sure, player))
+    return asdict(Look(*facts, is_sure, player, environment.max_turns))
 
 
 def ways_to_judge(environment: Any, longest: int) -> Iterator[dict[str, Any]]:

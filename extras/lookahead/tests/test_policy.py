@@ -5,11 +5,13 @@ from itertools import chain, islice
 import gymnasium as gym
 import pytest
 
+from configs.errors import ConfigError
+from configs.loader import compose
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import make_env
 from extras.lookahead import policy as module
 from extras.lookahead.credit import Playouts
-from extras.lookahead.policy import Policy, PolicyPlayouts
+from extras.lookahead.policy import Policy, PolicyPlayouts, play_on
 
 DISCOUNT = 0.97
 NIM = "examples/games/nim.py:Nim-v0"
@@ -57,6 +59,19 @@ def test_a_move_is_worth_what_the_policy_earns_after_it(monkeypatch):
         assert worth == pytest.approx({0: left, 1: DISCOUNT ** (away - 1)})
     [prompts] = asked  # all that are met after one move, each once
     assert len(prompts) == len({*prompts}) == 5
+
+
+def test_a_model_plays_half_of_the_playouts_on_and_nothing_else(tiny_model):
+    settings = [f"env.id={NIM}", f"actor_rollout_ref.model.path={tiny_model}", "data.max_response_length=1"]
+    config = compose("ppo_trainer", settings)
+    environment = make_env(NIM, reward="playouts", playouts=5)
+    policy = play_on(config, environment, CustomEnvDataset(environment))
+    work = policy.settle(lambda index: environment.credit.values(environment.start_state(index)), seconds=1e-9)
+    assert [*work] == [] and environment.playouts == 3
+    rows = policy.settle(lambda index: environment.credit.values(environment.start_state(index)), seconds=0.01)
+    assert len([*rows]) == module.FIRST and 0 < len(policy.known) <= 15
+    with pytest.raises(ConfigError, match="env.kwargs.reward=env: set playouts"):
+        play_on(config, make_env(NIM), None)
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 256])
