@@ -2,7 +2,8 @@
 
 1. Look: what a random player earns, and whether single moves can be judged: by a search, or by playouts.
 2. A tiny language model with random weights, unless actor_rollout_ref.model.path names one.
-3. It imitates the best moves that are known, in states from all over the game; where none are, any legal move.
+3. It imitates the best moves that are known, in states from all over the game; where none are, any legal move. Where
+   playouts judge moves, it then imitates those that are best if it plays on itself, as long as that gains.
 4. Reinforcement learning on single states, 5. in whole episodes: each is kept only where the held-out return gains.
 The held-out return is measured after each stage. Each stage is an ordinary command, which is printed before it runs
 here; one that is done is not run again by the same command.
@@ -47,12 +48,13 @@ from extras.sft.settings import SFTConfig
 from scripts.quickstart import compose as compose_sft
 from workers.ray_group import start_command
 
-MODEL, ROLLOUT = "actor_rollout_ref.model.path=", "actor_rollout_ref.rollout"
+MODEL, ROLLOUT, HORIZON = "actor_rollout_ref.model.path=", "actor_rollout_ref.rollout", "env.kwargs.horizon="
 EPISODES = 100  # held-out ones
 CHOSEN_BY = "env.val_seed=2000000"  # of the episodes by which stages are kept, so that the held-out ones choose nothing
 ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
 IDLE = 2, 5  # rounds without a gain that end imitation: after some with one, and before any
+SHORT = 10  # moves of an episode that a model plays on to its end, and not to the horizon of random playouts
 LEAST_LEFT = 0.1  # part of the time with which reinforcement begins
 RATES = {"random": ("1e-3", "2e-4"), "trained": ("1e-4", "1e-5")}  # of imitation and of RL, by the model's weights
 SFT = ["data.train_batch_size=32", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.05"]
@@ -130,6 +132,11 @@ class Course:
     def seconds_left(self) -> float:
         return 60 * self.minutes - sum(self.results[name]["seconds"] for name in self.done)
 
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time for stages of another kind."""
+        return self.seconds_left > LEAST_LEFT * 60 * self.minutes
+
     def is_short_of(self, *stages: str) -> bool:
         """Says whether there is too little time to run these stages again, and prints it."""
         needed = sum(self.results[name]["seconds"] for name in stages)
@@ -201,9 +208,11 @@ def learn(config: Config, course: Course) -> dict[str, Any]:
     course.value = before
     if course.rows:
         imitate_in_rounds(course, seen, rows)
+        if course.has_time and "env.kwargs.reward=playouts" in seen.settings and seen.player == "best":
+            improve_in_rounds(course, seen)
     stages = {"states": [*STATES, *seen.settings], "episodes": WHOLE_EPISODES}
     for name, settings in stages.items():
-        if course.seconds_left > LEAST_LEFT * 60 * course.minutes and (name == "episodes" or seen.repeatable):
+        if course.has_time and (name == "episodes" or seen.repeatable):
             reinforce_in_rounds(course, seen, name, settings)
     return summarise(course, seen, before)
 
@@ -244,6 +253,15 @@ def imitate_in_rounds(course: Course, seen: Look, rows: Path) -> None:
         files.append(demonstrations(course, seen, number + 1))
 
 
+def improve_in_rounds(course: Course, seen: Look) -> None:
+    """Imitates the moves after which the best model earns most by its own play, as long as that gains."""
+    for number in itertools.count(1):
+        rows = demonstrations(course, seen, number, by_policy=True)
+        gains = consider(course, f"improvement {number}", imitate(course, course.model, [rows], number, "improvement"))
+        if not gains or course.is_short_of(f"moves by policy {number}", f"improvement {number}"):
+            return
+
+
 def reinforce_in_rounds(course: Course, seen: Look, name: str, settings: Sequence[str]) -> None:
     """Reinforces the best model as long as that gains and there is time, unless no better play is to be expected."""
     for number in itertools.count(1):
@@ -270,24 +288,27 @@ def start_model(config: Config, course: Course) -> str:
     return str(folder)
 
 
-def demonstrations(course: Course, seen: Look, number: int) -> Path:
-    """Writes what is imitated in a round, other states in each: the best moves that are known.
+def demonstrations(course: Course, seen: Look, number: int, by_policy: bool = False) -> Path:
+    """Writes what is imitated in a round, other states in each: the best moves known, or if the model plays on.
 
     There are as many as the time allows, by the seconds that a row took in the round before, or a move in the look.
     """
+    kind, allowed = "moves by policy" if by_policy else "demonstrations", FOR_LABELS * 60 * course.minutes
     settings = [*course.settings, *seen.settings]
-    before = course.results.get(f"demonstrations {number - 1}")
+    if by_policy:
+        is_cut = any(each.startswith(HORIZON) for each in seen.settings)  # by the look, and not by the user
+        settings += [f"{MODEL}{course.model}", *([f"{HORIZON}null"] if is_cut and seen.turns <= SHORT else [])]
+    before = course.results.get(f"{kind} {number - 1}")
     seconds = max(before["seconds"], 0.1) / before["result"] if before else seen.seconds
-    count = max(LEAST_ROWS, min(course.rows, int(FOR_LABELS * 60 * course.minutes / seconds)))
+    count = course.rows if by_policy else max(LEAST_ROWS, min(course.rows, int(allowed / seconds)))
     options = ["--player", seen.player, "--rows", str(count), "--round", str(number)]
-    rows = course.path(f"demonstrations_{number}", [*options, *settings]).with_suffix(".jsonl")
-    options += ["--output", str(rows)]
+    options += ["--by-policy", f"{allowed:g}"] if by_policy else []
+    rows = course.path(f"{kind.replace(' ', '_')}_{number}", [*options, *settings]).with_suffix(".jsonl")
+    given = seen.player, count, rows, "turns", number, allowed if by_policy else None
     course.run(
-        f"demonstrations {number}",
-        ["-m", "extras.imitate", *options, *settings],
-        lambda: write_demonstrations(
-            compose("ppo_trainer", settings, takes_objects=True), seen.player, count, rows, number=number
-        ),
+        f"{kind} {number}",
+        ["-m", "extras.imitate", *options, "--output", str(rows), *settings],
+        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), *given),
     )
     return rows
 
@@ -304,7 +325,7 @@ def measure(rows: Path, model: str) -> list[str]:
     return [f"data.max_prompt_length={2 * prompt}", f"data.max_response_length={room}"]
 
 
-def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> str:
+def imitate(course: Course, model: str, files: Sequence[Path], number: int, kind: str = "imitation") -> str:
     """Trains a model on the newest rows, as many as the course's, and as often as makes about so many."""
     count = len(files[-1].read_text().splitlines())
     newest = files[-max(1, -(-course.rows // count)) :]
@@ -316,9 +337,9 @@ def imitate(course: Course, model: str, files: Sequence[Path], number: int) -> s
         *SFT,
         *(each for each in course.settings if each.startswith("trainer.seed=")),
     ]
-    settings.append(f"trainer.default_local_dir={course.path(f'imitation_{number}', settings)}")
+    settings.append(f"trainer.default_local_dir={course.path(f'{kind}_{number}', settings)}")
     return course.run(
-        f"imitation {number}",
+        f"{kind} {number}",
         ["-m", "extras.sft", *settings],
         lambda: str(sft_trainer.run(compose_sft(SFTConfig, "sft", settings))),
     )

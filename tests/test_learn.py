@@ -58,6 +58,8 @@ def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, caps
     summary, stages = course(NIM)
     printed = capsys.readouterr().out
     assert [*stages][:5] == ["look", "demonstrations 1", "untrained", "imitation 1", "return of imitation 1"]
+    assert {"moves by policy 1", "improvement 1", "return of improvement 1"} <= {*stages}
+    assert "env.kwargs.horizon=null" in stages["moves by policy 1"]["command"]  # of a short game
     assert {"states 1", "return of states 1", "episodes 1", "return of episodes 1", "sampled"} <= {*stages}
     for stage in stages.values():
         assert stage["command"] in printed

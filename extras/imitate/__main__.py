@@ -19,14 +19,14 @@ from rich.progress import track
 
 from configs.checks import check_output_folder
 from configs.errors import ConfigError, notice
+from configs.extras import find
 from configs.loader import compose
 from configs.schema import Config
-from configs.settings import with_settings
 from data.files import dump_jsonl
-from data.seeding import derive_seed, seed_everything
+from data.seeding import seed_everything
 from data.types import Row
-from extras.imitate.demonstrations import Demonstrations
-from training.environment import build_environment, data_settings, env_dataset
+from extras.imitate.crew import helpers_of, make_rows
+from extras.imitate.demonstrations import demonstrations_of
 
 OFTEN, ALIKE = 10, 0.25  # rows of a text, and the share of them that its commonest answer has
 
@@ -47,20 +47,31 @@ def tell_of_secrets(demonstrations: Iterator[Row], rows: int) -> Iterator[Row]:
 
 
 def write_demonstrations(
-    config: Config, player: str, rows: int, output: Path, history: str = "turns", number: int = 1
+    config: Config,
+    player: str,
+    rows: int,
+    output: Path,
+    history: str = "turns",
+    number: int = 1,
+    by_policy: float | None = None,
 ) -> int:
     """Writes `rows` rows of a player in the environment of `config`, as JSON lines with prompt and response, or, of
-    the history `transcript`, with messages; each round `number` has others. Returns how many."""
-    seed = derive_seed(config.trainer.seed, f"round {number}")
+    the history `transcript`, with messages; each round `number` has others. Returns how many: fewer where the model of
+    `config` plays playouts on, and has spent `by_policy` seconds."""
     if config.env.id is None:
         raise ConfigError("env.id is not set: name the environment that the player plays, as in env.id=FrozenLake-v1.")
-    settings = {"env.mode": "step", "trainer.seed": derive_seed(seed, "demonstrated_states") % 2**31}
-    environment = build_environment(with_settings(config, settings))
-    dataset = env_dataset(data_settings(config), environment, None, size=1)
-    demonstrations = Demonstrations(environment, dataset, player, seed)
-    written = tell_of_secrets(demonstrations.turns(), rows) if history == "turns" else demonstrations.transcripts()
-    dump_jsonl(output, track(islice(written, rows), "writing demonstrations", total=rows))
-    return rows
+    demonstrations = demonstrations_of(config, player, number)
+    environment, dataset = demonstrations.environment, demonstrations.dataset
+    if by_policy:
+        made = find("environment", "policy")(config, environment, dataset).settle(demonstrations.rows_of, by_policy)
+    else:
+        helpers = helpers_of(config, player, number) if environment.repeatable else []
+        made = make_rows(demonstrations, helpers)
+    turns = tell_of_secrets(demonstrations.turns(made), rows)
+    written = turns if history == "turns" else demonstrations.transcripts()
+    written = [*track(islice(written, rows), "writing demonstrations", total=rows)]
+    dump_jsonl(output, written)
+    return len(written)
 
 
 def main() -> None:
@@ -69,6 +80,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1500, metavar="N", help="how many (1500)")
     parser.add_argument(
         "--history", choices=("turns", "transcript"), default="turns", help="a turn a row, or an episode"
+    )
+    parser.add_argument(
+        "--by-policy", type=float, metavar="SECONDS", help="actor_rollout_ref.model.path plays playouts on, so long"
     )
     parser.add_argument("--round", type=int, default=1, metavar="N", help="each round has other states (1)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .jsonl file to write")
@@ -79,8 +93,8 @@ def main() -> None:
         check_output_folder(str(arguments.output.parent), "--output")
         seed_everything(config.trainer.seed)
         given = arguments.player, arguments.rows, arguments.output, arguments.history, arguments.round
-        write_demonstrations(config, *given)
-    print(f"{arguments.output} has {arguments.rows} rows: python -m extras.sft data.train_files={arguments.output} …")
+        rows = write_demonstrations(config, *given, arguments.by_policy)
+    print(f"{arguments.output} has {rows} rows: python -m extras.sft data.train_files={arguments.output} …")
 
 
 if __name__ == "__main__":

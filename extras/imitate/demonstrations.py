@@ -10,8 +10,11 @@ from gymnasium import spaces
 
 from configs.errors import ConfigError
 from configs.import_utils import load_named
-from data.seeding import numpy_generator
+from configs.schema import Config
+from configs.settings import with_settings
+from data.seeding import derive_seed, numpy_generator
 from data.types import Row
+from training.environment import build_environment, data_settings, env_dataset
 
 Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
@@ -20,7 +23,7 @@ MOST_IDLE = 1000  # resets, one after the other, without a row
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
 
 
-def load_player(name: str, environment: Any, seed: int) -> Player:
+def load_player(name: str, environment: Any, rng: np.random.Generator) -> Player:
     """Returns the player `random`, any legal action; `best`, an action of those that the environment's reward calls
     best, else a random one; or a function of the user's, file.py:name."""
     if name not in PLAYERS:
@@ -33,7 +36,6 @@ def load_player(name: str, environment: Any, seed: int) -> Player:
         raise ConfigError(
             f"--player best: {environment.env_id} has no table of its moves: set env.kwargs.reward=search or playouts."
         )
-    rng = numpy_generator(seed, "player")
 
     def random(environment: Any, state: Any) -> Any:
         world = environment.world_of(state.seed)
@@ -50,32 +52,43 @@ def load_player(name: str, environment: Any, seed: int) -> Player:
 class Demonstrations:
     """A player's answers in an environment, whose states a dataset of it shows; `name` is the player's.
 
+    What a reset gives depends on its index and `seed` alone, so that several processes make the same rows as one.
     Raises ValueError, in all methods, where the player raises or returns no legal action; names the state.
     """
 
     def __init__(self, environment: Any, dataset: Any, name: str, seed: int) -> None:
-        self.environment, self.dataset, self.name = environment, dataset, name
-        self.player = load_player(name, environment, seed)
-        self.explorer = load_player("random", environment, seed + 1)
-        self.rng, self.episode = numpy_generator(seed, "demonstrations"), environment.clone()
+        self.environment, self.dataset, self.name, self.seed = environment, dataset, name, seed
+        self.rng, self.episode = numpy_generator(seed), environment.clone()
+        self.player = load_player(name, environment, self.rng)
+        self.explorer = load_player("random", environment, self.rng)
 
-    def turns(self) -> Iterator[Row]:
-        """Yields rows without end, each a state and the answer.
+    def turns(self, made: Iterator[list[Row]] | None = None) -> Iterator[Row]:
+        """Yields rows without end, each a state and the answer; `made` has those of each reset, if others make them.
 
-        A reset gives a few: every other a training state, else its start, and where play leads to from there. States
-        in which the best player knows no better move than any other are left out. Raises ValueError if all are such.
+        Raises ValueError if the best player knows no better move than any other in any state.
         """
         idle = 0
-        for index in count():
-            seed, from_start = self.environment.train_seed(index), index % 2 == 0 or not self.environment.repeatable
-            start = self.environment.start_state(seed) if from_start else self.environment.get_state(index, seed)
-            self.episode.reset(start.seed, start.actions)
-            idle += 1
-            for state, answer in islice((turn for turn in self.play() if self.tells_apart(turn[0])), OF_A_RESET):
-                idle = 0
-                yield {"prompt": self.dataset.messages(state), "response": answer}
+        for rows in made or map(self.rows_of, count()):
+            yield from rows
+            idle = 0 if rows else idle + 1
             if idle == MOST_IDLE:
                 raise ValueError(f"--player best: in no state of {idle} resets is a move better than another.")
+
+    def rows_of(self, index: int) -> list[Row]:
+        """Returns the rows of a reset, a few: every other a training state, else its start, and where play leads to
+        from there. States in which the best player knows no better move than any other are left out."""
+        seed, from_start = self.environment.train_seed(index), index % 2 == 0 or not self.environment.repeatable
+        start = self.environment.start_state(seed) if from_start else self.environment.get_state(index, seed)
+        self.begin(index, start.seed, start.actions)
+        turns = (turn for turn in self.play() if self.tells_apart(turn[0]))
+        return [
+            {"prompt": self.dataset.messages(state), "response": answer} for state, answer in islice(turns, OF_A_RESET)
+        ]
+
+    def begin(self, index: int, seed: int, actions: Any = ()) -> None:
+        """Starts the episode of an index, with random numbers of its own."""
+        self.rng.bit_generator.state = numpy_generator(self.seed, "demonstrations", index).bit_generator.state
+        self.episode.reset(seed, actions)
 
     def tells_apart(self, state: Any) -> bool:
         return self.name != "best" or bool(self.environment.optimal_actions(state))
@@ -83,7 +96,7 @@ class Demonstrations:
     def transcripts(self) -> Iterator[Row]:
         """Yields rows without end, each an episode of the player as a conversation."""
         for index in count():
-            self.episode.reset(self.environment.train_seed(index))
+            self.begin(index, self.environment.train_seed(index))
             messages = []
             for state, answer in self.play(explores=0.0):
                 messages += self.dataset.turn_messages(state) if messages else self.dataset.messages(state)
@@ -117,6 +130,15 @@ class Demonstrations:
         if not space.contains(world.acts.native(plain)):
             raise ValueError(f"{action!r} is no action of {space}")
         return self.environment.action_to_text(world.acts.plain(round_action(plain, space)))
+
+
+def demonstrations_of(config: Config, player: str, number: int = 1) -> Demonstrations:
+    """Builds the environment of `config` and returns a player's demonstrations; each round `number` has others."""
+    seed = derive_seed(config.trainer.seed, f"round {number}")
+    settings = {"env.mode": "step", "trainer.seed": derive_seed(seed, "demonstrated_states") % 2**31}
+    environment = build_environment(with_settings(config, settings))
+    dataset = env_dataset(data_settings(config), environment, None, size=1)
+    return Demonstrations(environment, dataset, player, seed)
 
 
 def round_action(action: Any, space: spaces.Space) -> Any:

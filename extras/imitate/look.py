@@ -19,6 +19,7 @@ import numpy as np
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import with_settings
+from data.seeding import numpy_generator
 from extras.imitate.demonstrations import PLAYERS, load_player
 from training.environment import build_environment, episode_seeds
 
@@ -42,6 +43,7 @@ class Look:
         is_sure: whether these moves are the best that there are, and no estimates.
         seconds: that it takes to know the best move of a state.
         player: who is imitated: best, random or the user's.
+        turns: most moves of an episode.
     """
 
     random: float
@@ -52,6 +54,7 @@ class Look:
     seconds: float
     is_sure: bool = False
     player: str = "best"
+    turns: int = 0
 
     def share(self, value: float) -> float:
         """Returns how far a return is on the way from the random player's to the teacher's."""
@@ -95,7 +98,7 @@ def look(config: Config, episodes: int, player: str = "best") -> dict[str, Any]:
     elif not settings:
         player = "random"
     facts = held_out.mean, teacher.mean, settings, environment.repeatable, teacher.error, teacher.seconds
-    return asdict(Look(*facts, is_sure, player))
+    return asdict(Look(*facts, is_sure, player, environment.max_turns))
 
 
 def ways_to_judge(environment: Any, longest: int) -> Iterator[dict[str, Any]]:
@@ -153,7 +156,11 @@ class Earnings:
     @classmethod
     def of(cls, environment: Any, player: str, seeds: Sequence[int]) -> "Earnings":
         """Plays an episode from each reset."""
-        episode, choose, rewards = environment.clone(), load_player(player, environment, 0), []
+        episode, choose, rewards = (
+            environment.clone(),
+            load_player(player, environment, numpy_generator(0, "player")),
+            [],
+        )
         started = time.perf_counter()
         for seed in seeds:
             episode.reset(seed)

@@ -330,43 +330,59 @@ class Playouts(Credit):
             yield world.acts.plain(space.sample())
 
     def estimate(self, seed: int, actions: tuple[Any, ...], moves: tuple[Any, ...]) -> list[float]:
-        """Returns the mean discounted return of each move and random ones after it, over the playouts.
+        """Returns the mean discounted return of each move and random ones after it, over the playouts."""
+        returns = np.full((self.environment.playouts, len(moves)), np.nan)
+        self.play_all(seed, actions, moves, returns)
+        return means(returns).tolist()
 
-        Time goes to moves that may be the best: after an eighth, a quarter and half of the playouts, those of the worse
-        half are played no more, as long as FINALISTS are left.
-        """
+    def play_all(self, seed: int, actions: Sequence[Any], moves: Sequence[Any], returns: np.ndarray) -> None:
+        """Puts returns of playouts, [K, A], where there is none (NaN) yet; of moves that are given up none is put."""
         environment, world = self.environment, self.environment.world_of(seed)
         left = max(environment.max_turns - len(actions), 1)
         horizon = min(environment.horizon or left, left)
-        returns, counts = np.zeros((environment.playouts, len(moves))), np.zeros(len(moves), int)
         world.restore(seed, actions)
         positions = Positions(world.env)
         _, states = position = positions.keep()
         playing = np.arange(len(moves))
         for playout in range(environment.playouts):
-            if playout > 1 and playout in (environment.playouts // part for part in (8, 4, 2)):
-                playing = better_half(returns.sum(0), playing)
+            playing = self.go_on_with(playing, returns[:playout])
             chances = with_seed(states, (seed, len(actions), playout))
-            for number, following in zip(playing, tee(self.random_moves(seed, playout), len(playing)), strict=True):
-                positions.put_back(position, chances)
-                world.actions = [*actions]
-                returns[playout, number] = self.play_out(world, islice(chain([moves[number]], following), horizon))
-            counts[playing] += 1
+            for number, drawn in zip(playing, tee(self.random_moves(seed, playout), len(playing)), strict=True):
+                if math.isnan(returns[playout, number]):
+                    positions.put_back(position, chances)
+                    world.actions = [*actions]
+                    following = self.following(world, drawn)
+                    returns[playout, number] = self.play_out(world, islice(chain([moves[number]], following), horizon))
         positions.put_back(position)  # also what the run itself draws from
-        return means(returns, counts).tolist()
+
+    def go_on_with(self, playing: np.ndarray, returns: np.ndarray) -> np.ndarray:
+        """Returns the moves to play on with: after an eighth, a quarter and half of the playouts the better half of
+        them, as long as FINALISTS are left, so that time goes to moves that may be the best."""
+        playouts = self.environment.playouts
+        if len(returns) < 2 or len(returns) not in (playouts // part for part in (8, 4, 2)):
+            return playing
+        return better_half(returns.sum(0), playing)
+
+    def following(self, world: Any, drawn: Iterator[Any]) -> Iterator[Any]:
+        """Yields the moves after the one that is judged: those that are `drawn` at random."""
+        return drawn
 
     def play_out(self, world: Any, moves: Iterator[Any]) -> float:
         """Plays moves until the episode is over; returns the discounted sum of rewards."""
         total, weight = 0.0, 1.0
         with world.blame():
             for move in moves:
-                world.actions.append(move)
-                _, reward, terminated, truncated, _ = world.env.step(world.acts.native(move))
+                reward, terminated, truncated = self.step(world, move)
                 total += weight * float(reward)
                 if terminated or truncated:
                     break
                 weight *= self.environment.discount
         return total
+
+    def step(self, world: Any, move: Any) -> tuple[float, bool, bool]:
+        """Plays a move: reward, terminated, truncated. Nobody reads where it leads."""
+        world.actions.append(move)
+        return world.env.step(world.acts.native(move))[1:4]
 
 
 def better_half(totals: np.ndarray, playing: np.ndarray) -> np.ndarray:
@@ -375,12 +391,12 @@ def better_half(totals: np.ndarray, playing: np.ndarray) -> np.ndarray:
     return playing[totals[playing] >= kept[0]]
 
 
-def means(returns: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns the mean of each column [K, A], where only the first `counts` rows are known.
+def means(returns: np.ndarray) -> np.ndarray:
+    """Returns the mean of each column [K, A], whose first rows are known, and the others NaN.
 
     A column with fewer is as far behind the best as in the rows that are known: these have the same random numbers.
     """
-    sums = np.cumsum(returns, 0)
+    counts, sums = len(returns) - np.isnan(returns).sum(0), np.nancumsum(returns, 0)
     averages = sums[counts - 1, range(len(counts))] / counts
     best = np.argmax(np.where(counts == len(returns), averages, -np.inf))
     return averages + (averages[best] - sums[counts - 1, best] / counts)
