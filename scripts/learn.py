@@ -357,10 +357,11 @@ def reinforce(course: Course, name: str, settings: Sequence[str]) -> str:
 def consider(course: Course, name: str, model: str) -> bool:
     """Keeps a model that earns more in held-out episodes than the best before; returns whether it does."""
     value = evaluate(course, f"return of {name}", model, CHOSEN_BY)
-    if gains := value > course.value:
+    gains = value > course.value
+    kept = "kept" if gains else "not kept"
+    print(f"{name} is {kept}: it earns {value:.3g}, and the model before {course.value:.3g}")
+    if gains:
         course.model, course.value = model, value
-    else:
-        print(f"{name} is not kept: it earns {value:.3g}, and the model before {course.value:.3g}")
     return gains
 
 
