@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow
 from jinja2 import TemplateError
 from rich.progress import track
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
@@ -186,7 +187,7 @@ class Lengths:
         self.rows, self.tokenizer, self.keys, self.encode, self.limit = rows, tokenizer, keys, encode, limit
         self.dicts, self.empty = dicts, empty
         state = tokenizer.backend_tokenizer.to_str()
-        self.bound = bound_of(json.loads(state))
+        self.bound = bound_of(tokenizer.backend_tokenizer)
         self.words = Words(tokenizer)
         self.writes_all = {*ByteLevel.alphabet()} <= tokenizer.get_vocab().keys()
         parts = [VERSION, type(tokenizer).__name__, state, str(tokenizer.chat_template), *rows.digests()]
@@ -328,9 +329,11 @@ def may_be_many(data_files: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -
     return tokenizer.is_fast and vars(tokenizer).get("images") is None and bool(files_of(data_files))
 
 
-def bound_of(state: dict[str, Any]) -> str:
+def bound_of(backend: Tokenizer) -> str:
     """Says of which texts a tokenizer makes at most one token a byte: any ("bytes"), "ascii", or none ("")."""
-    normalizer, splitter = state["normalizer"] or {}, state["pre_tokenizer"] or {}
+    normalizer, splitter = (
+        json.loads(part.__getstate__()) if part else {} for part in (backend.normalizer, backend.pre_tokenizer)
+    )
     normalizers = normalizer.get("normalizers", [normalizer] if normalizer else [])
     splitters = splitter.get("pretokenizers", [splitter] if splitter else [])
     if not {each["type"] for each in normalizers} <= FORMS or not {each["type"] for each in splitters} <= SPLITS:
