@@ -118,7 +118,7 @@ class RandomSampler(SequentialSampler):
         self.seed = seed
 
     def __iter__(self) -> Iterator[int]:
-        return iter(numpy_generator(self.seed, "row order", self.epoch).permutation(self.rows_of_epoch()).tolist())
+        return map(int, numpy_generator(self.seed, "row order", self.epoch).permutation(self.rows_of_epoch()))
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> AbstractSampler:

@@ -103,6 +103,7 @@ class ParquetRows(Sequence):
 
 def read_table(path: Path) -> pyarrow.Table:
     """Reads a parquet file piece by piece, as at once it would take twice its memory."""
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others keep what reading took
     file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20)
     return pyarrow.Table.from_batches(file.iter_batches(1 << 16, use_threads=False), file.schema_arrow)
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow
 from jinja2 import TemplateError
 from rich.progress import track
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
@@ -94,13 +95,9 @@ class Recipe:
         ]
 
 
-class Shape(NamedTuple):
-    """How a row's prompt is built: the columns that say it, the kind of each, and of each message its role and, if that
-    says nothing, its content."""
-
-    keys: tuple[str, ...]
-    kinds: tuple[type, ...]
-    messages: tuple[tuple[str, str | None], ...]
+# How a row's prompt is built: the columns that say it, the kind of each, and of each message its role and, if that says
+# nothing, its content.
+Shape = tuple[tuple[str, ...], tuple[type, ...], tuple[tuple[str, str | None], ...]]
 
 
 def shape_of(row: Row, keys: tuple[str, ...]) -> tuple[Shape, list[str]] | None:
@@ -116,7 +113,7 @@ def shape_of(row: Row, keys: tuple[str, ...]) -> tuple[Shape, list[str]] | None:
             messages.append((role, None if content.strip() else content))
             says.append(content)
     says = [content for content, (_, blank) in zip(says, messages, strict=True) if blank is None]
-    return Shape(keys, tuple(map(type, values)), tuple(messages)), says
+    return (keys, tuple(map(type, values)), tuple(messages)), says
 
 
 def put_marks(row: Row, keys: Sequence[str], marks: Iterator[Mark]) -> Row:
@@ -186,7 +183,7 @@ class Lengths:
         self.rows, self.tokenizer, self.keys, self.encode, self.limit = rows, tokenizer, keys, encode, limit
         self.dicts, self.empty = dicts, empty
         state = tokenizer.backend_tokenizer.to_str()
-        self.bound = bound_of(json.loads(state))
+        self.bound = bound_of(tokenizer.backend_tokenizer)
         self.words = Words(tokenizer)
         self.writes_all = {*ByteLevel.alphabet()} <= tokenizer.get_vocab().keys()
         parts = [VERSION, type(tokenizer).__name__, state, str(tokenizer.chat_template), *rows.digests()]
@@ -289,12 +286,13 @@ class Lengths:
 
     def _recipe(self, position: int, shape: Shape) -> Recipe | None:
         """Looks at how rows like the one at `position` are encoded; None: that depends on more than their shape."""
-        roles = [role for role, blank in shape.messages if blank is None]
+        keys, _, messages = shape
+        roles = [role for role, blank in messages if blank is None]
         marks = [Mark(f"Mark{place}z \"'<&>\\\n{place}Z") for place in range(len(roles))]
         encode, encoded = self.tokenizer.encode, []
         self.tokenizer.encode = lambda text, **kwargs: encoded.append(text) or encode(text, **kwargs)
         try:
-            count = self.encode(put_marks(self.rows[position][1], shape.keys, iter(marks)))
+            count = self.encode(put_marks(self.rows[position][1], keys, iter(marks)))
         except (ValueError, TypeError, TemplateError):
             return None
         finally:
@@ -328,9 +326,11 @@ def may_be_many(data_files: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -
     return tokenizer.is_fast and vars(tokenizer).get("images") is None and bool(files_of(data_files))
 
 
-def bound_of(state: dict[str, Any]) -> str:
+def bound_of(backend: Tokenizer) -> str:
     """Says of which texts a tokenizer makes at most one token a byte: any ("bytes"), "ascii", or none ("")."""
-    normalizer, splitter = state["normalizer"] or {}, state["pre_tokenizer"] or {}
+    normalizer, splitter = (
+        json.loads(part.__getstate__()) if part else {} for part in (backend.normalizer, backend.pre_tokenizer)
+    )
     normalizers = normalizer.get("normalizers", [normalizer] if normalizer else [])
     splitters = splitter.get("pretokenizers", [splitter] if splitter else [])
     if not {each["type"] for each in normalizers} <= FORMS or not {each["type"] for each in splitters} <= SPLITS:
