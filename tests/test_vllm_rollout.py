@@ -206,7 +206,7 @@ def test_a_step_ahead_draws_the_same_and_new_weights_are_new_at_once(model, monk
         check(config)
         config.scheduler_config.async_scheduling = True
 
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", ahead)
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(ahead))
     for place, name in ((torch.cuda, "Stream"), (torch.cuda, "Event"), (torch, "Event")):
         monkeypatch.setattr(place, name, Idle)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
