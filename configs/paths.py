@@ -69,7 +69,7 @@ def source_files(source: str | Path) -> list[Path]:
 
 
 def most_rows(file: Path, enough: int) -> float:
-    """Returns a number that the rows of a data file do not exceed, at most `enough` of them; infinity: it is unknown.
+    """Returns a number that the rows of a data file do not exceed, or one from `enough` on; infinity: it is unknown.
 
     Nothing is parsed: an object in an array begins with a brace, and any other row has a line of its own."""
     if file.suffix == ".parquet":

@@ -138,7 +138,7 @@ def test_a_file_has_no_more_rows_than_are_counted_without_parsing_it(tmp_path_fa
     counted = most_rows(file, enough)
     assert counted >= min(len(read_rows(file)), enough)
     if not any(set("{\n\r") & set(text) for text in texts):
-        assert counted in (len(rows), enough)
+        assert counted == len(rows) or counted >= enough
 
 
 def test_rows_of_files_that_others_read_are_not_counted(tmp_path):
