@@ -49,8 +49,7 @@ def report(runs: list[Path]) -> Path:
     return write_report(runs)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1600, False)])
 def test_each_tab_fits_its_window_and_each_chart_is_drawn(browser, report, width, dark):
     browser.open(report, width, dark)
     browser.see("nav a")  # on a busy machine a page is there before its script has run
