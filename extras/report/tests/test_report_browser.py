@@ -108,7 +108,7 @@ def test_a_run_of_which_metrics_alone_are_left_opens(browser, tmp_path):
         assert browser.see("main > :not([hidden])")
 
 
-MARKUP = "</script><script>ran=1</script><img src=x onerror=ran=2><!--<script>${ran=3}{{data}}"
+MARKUP = "</script></title><script>ran=1</script><img src=x onerror=ran=2><!--<script>${ran=3}{{data}}"
 PLANTED = f"{MARKUP}\u2028\x00\x1b[31m\ud800\U0001f642\u202elive"
 SEEN = f"{MARKUP}⟨U+2028⟩␀␛[31m⟨U+D800⟩\U0001f642⟨U+202E⟩live"
 
