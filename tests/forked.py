@@ -181,7 +181,7 @@ def run(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
         first, code = spec.origin, spec.loader.get_code(spec.name)
     else:
         main.__file__, code = first, compile(Path(first).read_bytes(), first, "exec")
-    sys.argv = [first, *rest]
+    sys.argv, sys.orig_argv = [first, *rest], [sys.executable, *arguments]
     exec(code, main.__dict__)
 
 

@@ -1,5 +1,5 @@
 """The fences of the house, read off the syntax trees of all modules: who imports whom, how large things are, what is
-not written here; and the tour of docs/tour.md fits an afternoon. Each fence is also shown to catch a violation."""
+not written here; and the tour of docs/tour.md fits an afternoon. Each fence catches a violation, or what it exempts."""
 
 import ast
 import re
@@ -312,27 +312,18 @@ def test_the_tree_keeps_the_fence_and_every_exemption_is_needed(name):
     assert not idle, f"{rule} EXEMPT[{name!r}] names {idle}, which keep it: take them out."
 
 
-VIOLATIONS = [
+VIOLATIONS = [  # of the others an exemption is found, which is needed
     ("layers", {"data/x.py": "from training import core_algos"}),
     ("layers", {"training/x.py": "def f():\n    import workers.engine"}),
     ("layers", {"custom/x.py": "import extras.gym"}),
     ("pairs", {"extras/a/x.py": "from extras.b import y"}),
     ("quarantine", {"training/x.py": "def f():\n    from ray.util import placement_group"}),
-    ("patches", {"workers/x.py": "layer.name, layer.__class__ = name, Faster"}),
-    ("patches", {"workers/x.py": "import transformers\ntransformers.AttentionMaskInterface.register(name, mask)"}),
     ("cycles", {"workers/k/__init__.py": "from workers.k.a import f", "workers/k/a.py": "from workers.k import g"}),
     ("cycles", {"data/a.py": "import data.b", "data/b.py": "from data import c", "data/c.py": "import data.a"}),
     ("custom", {"training/x.py": "from custom.env_wrapper import make_env"}),
-    ("size", {"data/x.py": "x = 1\n" * (MAX_MODULE + 1)}),
-    ("size", {"data/x.py": "def f():\n" + "    x = 1\n" * 50}),
-    ("size", {"data/x.py": "class A:\n    def f(self, a, b, c, d, e, f, g): ..."}),
-    ("broad except", {"data/x.py": "try:\n    f()\nexcept (OSError, BaseException):\n    pass"}),
-    ("broad except", {"data/x.py": "try:\n    f()\nexcept:\n    pass"}),
     ("waits", {"workers/x.py": "def f():\n    ray.get(call)"}),
     ("waits", {"workers/x.py": "def f():\n    [done], pending = ray.wait(pending)"}),
     ("waits", {"extras/overlap/x.py": "async def f():\n    await asyncio.wait(tasks, return_when=FIRST_COMPLETED)"}),
-    ("print", {"data/x.py": "print(1)"}),
-    ("environment", {"data/x.py": "import os\nos.environ['A'] = '1'"}),
     ("private", {"data/x.py": "import torch\ntorch._dynamo.reset()"}),
     ("private", {"data/x.py": "def f(tensor):\n    tensor._is_view()"}),
     ("private", {"data/x.py": "def f():\n    from ray._private.utils import get_ray_address_file"}),

@@ -1,7 +1,6 @@
-"""Every advantage estimator: what holds for all; of GAE and GRPO verl's numbers, and a twin in loops of policy tokens.
+"""Every advantage estimator: what holds for all, and verl's numbers of GAE and GRPO.
 
-A twin gets the rows that did not fail, cut down to the tokens of the policy. So agreeing with it on ragged batches
-shows, too, that failed rows, observations and NaN under the mask do not matter.
+extras/verl/tests holds each against verl's own.
 """
 
 import inspect
@@ -102,40 +101,8 @@ class Batch:
         tokens = {name: values.gather(1, order).nan_to_num(0) for name, values in batch.tokens.items()}
         return replace(batch, mask=batch.mask.gather(1, order), tokens=tokens)
 
-    def rows(self):
-        """Makes what the twins see: a `Row` of policy tokens for each row that did not fail."""
-        for i, mask in enumerate(self.mask.bool()):
-            if mask.any():
-                others = self.mask[(self.index == self.index[i]) & (np.arange(len(self.mask)) != i)]
-                survives = len(others) > 0 and not others.any()
-                rewards, values = (self.tokens[name][i][mask].tolist() for name in ("token_level_rewards", "values"))
-                yield Row(self.index[i], survives, rewards, values)
-
-
-@dataclass
-class Row:
-    group: str
-    survives: bool  # as the only one of its group
-    token_level_rewards: list[float]
-    values: list[float]
-
-    @property
-    def score(self):
-        return sum(self.token_level_rewards)
-
-    def __len__(self):
-        return len(self.token_level_rewards)
-
 
 # The twins: rows -> advantages, a list of numbers for each row. Formulas as the specification writes them.
-
-
-def peers(rows, row):
-    return [other for other in rows if other.group == row.group]
-
-
-def each_token(rows, per_row):
-    return [[0.0 if row.survives else per_row(row)] * len(row) for row in rows]
 
 
 def flat(per_token):
@@ -152,55 +119,6 @@ def whitened(per_token):
 def standard_score(score, scores, divide=True, epsilon=1e-6):
     mean, std = (np.mean(scores), np.std(scores, ddof=1)) if len(scores) > 1 else (0.0, 1.0)
     return (score - mean) / (std + epsilon if divide else 1.0)
-
-
-def gae(rows):
-    advantages = []
-    for row in rows:
-        values = [*row.values, 0.0]
-        deltas = [r + GAMMA * values[t + 1] - values[t] for t, r in enumerate(row.token_level_rewards)]
-        advantages.append([sum((GAMMA * LAM) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(row))])
-    return advantages
-
-
-def twin_grpo(rows, **settings):
-    return each_token(rows, lambda row: standard_score(row.score, [p.score for p in peers(rows, row)], **settings))
-
-
-TWINS = {"gae": lambda rows: whitened(gae(rows)), "grpo": twin_grpo, "grpo_vectorized": twin_grpo}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", TWINS)
-def test_each_estimator_equals_its_twin(name, seed):
-    batch = Batch.draw(seed)
-    if name in TOKENWISE:  # to the others a reward is no token
-        batch.tokens["token_level_rewards"][batch.mask == 0] = (NAN, 1e3)[seed % 2]
-    rows, valid = list(batch.rows()), batch.mask.bool()
-    expected = TWINS[name](rows)
-    advantages, returns = batch.estimate(name)
-    close(advantages[valid], flat(expected))
-    close(returns[valid], flat(expected if name in OUTCOME else returns_of_gae(rows)))
-    if name in OUTCOME:
-        assert returns is advantages and not advantages[~valid].any()
-
-
-def returns_of_gae(rows):
-    return [np.add(advantage, row.values).tolist() for advantage, row in zip(gae(rows), rows, strict=True)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("name", "settings", "twin"),
-    [
-        ("grpo_vectorized", {"norm_adv_by_std_in_grpo": False}, lambda rows: twin_grpo(rows, divide=False)),
-        ("grpo", {"epsilon": 0.5}, lambda rows: twin_grpo(rows, epsilon=0.5)),
-    ],
-    ids=["dr. grpo", "grpo's epsilon"],
-)
-def test_each_option_equals_its_twin(name, settings, twin, seed):
-    batch = Batch.draw(seed)
-    close(batch.estimate(name, **settings)[0][batch.mask.bool()], flat(twin(list(batch.rows()))))
 
 
 # The anchors of the specification: 4 samples of 4 tokens, groups a, a, b, b.

@@ -1,4 +1,4 @@
-"""The policy losses: the rules that hold for every one; of PPO's and REINFORCE's a twin in plain loops."""
+"""The policy losses: the rules that hold for every one. extras/verl/tests holds each against verl's own."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from configs.extras import present
 from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, PolicyLossConfig
-from tests.batches import CUTS, aggregate, close, ragged_batch, relative_distance, update_of
+from tests.batches import CUTS, close, ragged_batch, relative_distance, update_of
 from training.core_algos import compute_policy_loss_reinforce, get_policy_loss_fn
 from training.losses import ReadableNamespace, call_policy_loss, is_number
 from workers.dp_actor import DataParallelPPOActor
@@ -115,41 +115,6 @@ def test_vanilla_gives_verls_numbers():
     assert_gives("vanilla", 0.607143, {CLIPFRAC: 0.285714, KL: -0.016826, LOWER: 0.0}, gradient)
 
 
-class Token(NamedTuple):
-    old: float
-    new: torch.Tensor  # a scalar in the graph
-    advantage: float
-    weight: float
-
-    @property
-    def log_ratio(self):
-        return self.new - self.old
-
-    @property
-    def ratio(self):
-        return self.log_ratio.exp()
-
-    def clipped(self, config, ratio):
-        """(PPO's loss of this ratio, whether the clip made it larger)."""
-        plain = -self.advantage * ratio
-        bounded = -self.advantage * min(max(ratio.item(), 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
-        return (plain + 0 * ratio, False) if bounded <= plain.item() else (bounded + 0 * ratio, True)
-
-
-def vanilla_twin(token, config):
-    """(loss, clipped, clipped below)."""
-    loss, clipped = token.clipped(config, token.ratio)
-    cap = -token.advantage * config.clip_ratio_c
-    if token.advantage < 0 and loss.item() > cap:
-        return cap + 0 * token.new, clipped, True
-    return loss, clipped, False
-
-
-def reinforce_twin(token, config):
-    return -token.advantage * token.new, None, None  # which has no metrics of clips
-
-
-TWINS = {"vanilla": vanilla_twin, "reinforce": reinforce_twin}
 TIGHT = actor_config(
     {"clip_cov_ratio": 0.2, "clip_cov_lb": -0.2, "clip_cov_ub": 0.3, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5},
     clip_ratio_low=0.07,
@@ -157,40 +122,6 @@ TIGHT = actor_config(
     clip_ratio_c=1.3,
     tau_neg=2.0,
 )
-
-
-def twin_of(name, batch, mode):
-    """(loss, metrics, gradient) by the twin, which sees policy tokens alone."""
-    log_prob = batch.new.detach().clone().requires_grad_()
-    numbers = batch.old.tolist(), batch.advantages.tolist(), batch.weights.tolist()
-    rows = [
-        [Token(numbers[0][i][t], log_prob[i, t], numbers[1][i][t], numbers[2][i][t]) for t in row.nonzero()[:, 0]]
-        for i, row in enumerate(batch.mask)
-    ]
-    found = [[TWINS[name](token, TIGHT) for token in row] for row in rows]
-    losses = [
-        [loss * token.weight for (loss, _, _), token in zip(*pair, strict=True)]
-        for pair in zip(found, rows, strict=True)
-    ]
-    loss = aggregate(losses, mode, scale=batch.mask.shape[1])
-    loss.backward()
-    kl = [-token.log_ratio.item() for row in rows for token in row]
-    clipped, lower = ([flags[which] for row in found for flags in row] for which in (1, 2))
-    columns = {CLIPFRAC: clipped, KL: kl, LOWER: lower}
-    metrics = {key: sum(values) / len(values) for key, values in columns.items() if values[0] is not None}
-    return loss.detach(), metrics, log_prob.grad
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", TWINS)
-def test_a_loss_equals_its_twin_in_loops(name, seed):
-    batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
-    loss, metrics, gradient = batch.run(name, mode, TIGHT)
-    twin_loss, twin_metrics, twin_gradient = twin_of(name, batch, mode)
-    close(loss, twin_loss, 1e-7)
-    close(gradient, twin_gradient.masked_fill(batch.mask == 0, 0), 1e-7)
-    assert metrics.keys() == twin_metrics.keys()
-    close([*metrics.values()], [twin_metrics[key] for key in metrics])
 
 
 # Rules for every loss

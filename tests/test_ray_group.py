@@ -142,7 +142,7 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
         "algorithm.adv_estimator=textbook_gae",
         "actor_rollout_ref.actor.policy_loss.loss_mode=plain_ratio",
         "actor_rollout_ref.actor.policy_loss.kwargs={scale: 2.0}",
-        "trainer.save_freq=5",
+        *("trainer.save_freq=3", "trainer.total_training_steps=3", "trainer.test_freq=3"),
     ]
     for executor in ("local", "ray"):
         assert not ray.is_initialized()
@@ -150,13 +150,13 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
     assert not ray.is_initialized()
     local, remote = (learning_metrics(tmp_path / executor) for executor in ("local", "ray"))
     assert local == remote
-    assert sorted(local) == [0, 1, 2, 3, 4, 5]
-    assert local[5]["actor/grad_norm"] != local[1]["actor/grad_norm"]
-    assert local[5]["own/scale"] == 2.0 and local[5]["own/ratio"] != 1.0
-    assert "critic/vf_loss" in local[5], "the estimator asks for values, so there is a critic"
+    assert sorted(local) == [0, 1, 2, 3]
+    assert local[3]["actor/grad_norm"] != local[1]["actor/grad_norm"]
+    assert local[3]["own/scale"] == 2.0 and local[3]["own/ratio"] != 1.0
+    assert "critic/vf_loss" in local[3], "the estimator asks for values, so there is a critic"
     for role in ("actor", "critic"):
         one, other = (
-            Shards(tmp_path / executor / "global_step_5" / role / "model").whole() for executor in ("local", "ray")
+            Shards(tmp_path / executor / "global_step_3" / role / "model").whole() for executor in ("local", "ray")
         )
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -168,7 +168,8 @@ def test_two_runs_at_once_do_not_meet(tiny_model: Path, tmp_path: Path, monkeypa
 
     def settings(name: str, seed: int) -> list[str]:
         replicas = ["trainer.n_workers_per_node=2", "actor_rollout_ref.actor.strategy=replicas"]
-        return short_run(tiny_model, tmp_path / name, *replicas, f"trainer.seed={seed}", "trainer.n_threads=1")
+        short = ["trainer.n_threads=1", "trainer.total_training_steps=2", "env.val_episodes=0"]
+        return short_run(tiny_model, tmp_path / name, *replicas, f"trainer.seed={seed}", *short)
 
     one, other = (Run("main.py", "--config-name", "frozenlake", *settings(f"pair{seed}", seed)) for seed in (1, 2))
     for done in (one.wait(), other.wait()):
@@ -263,7 +264,7 @@ def test_a_worker_that_gets_no_further_ends_the_run_and_one_that_is_slow_does_no
     monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
     made = RayWorkerGroup(Resources(2, threads=1, gpus=0), EchoWorker, stall_timeout=6.0)
     try:
-        slow = made.submit("echo", "sleep_in_pieces", [(16.0, 16), (0.0, 1)])
+        slow = made.submit("echo", "sleep_in_pieces", [(9.0, 9), (0.0, 1)])
         assert slow.result() == ["done"] * 2
         limit = "echo.sleep gets no further for trainer.stall_timeout=6 s, by rank 0"
         stuck = rf"(?s){limit} \(pid \d+, sleeping; without progress .*time\.sleep\(seconds\)"

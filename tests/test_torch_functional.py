@@ -15,7 +15,6 @@ from training.core_algos import (
     whiten_advantages,
     zero_masked,
 )
-from workers.engine import scheduled_multiplier
 from workers.scoring_model import logprobs_and_entropy_from_logits, logprobs_from_logits
 
 NAN, INF = math.nan, math.inf
@@ -82,18 +81,3 @@ def test_logprobs_and_entropy_are_float32_and_equal_a_loop_over_positions(dtype)
         close(log_probs[row, position], math.log(probs[labels[row, position]]), 1e-5)
         close(entropy[row, position], -sum(p * math.log(p) for p in probs), 1e-5)
     assert torch.equal(logprobs_from_logits(logits, labels), log_probs)
-
-
-@pytest.mark.parametrize(  # the others: tests/test_engine.py
-    ("settings", "multipliers"),
-    [
-        ({"kind": "cosine", "warmup_steps": 0, "total_steps": 4, "num_cycles": 1.0}, [1, 0.5, 0, 0.5, 1]),
-        ({"kind": "cosine", "warmup_steps": 0, "total_steps": 0}, [1]),
-        (  # 2 warm-up steps, then 10: 8 stable, 2 of decay
-            {"kind": "wsd", "warmup_steps": 2, "total_steps": 12, "min_lr_ratio": 0.1, "stable_ratio": 0.8},
-            [0, 0.5] + [1.0] * 9 + [0.55] + [0.1] * 2,
-        ),
-    ],
-)
-def test_schedules_warm_up_from_zero_and_end_at_their_minimum(settings, multipliers):
-    close([scheduled_multiplier(step, **settings) for step in range(len(multipliers))], multipliers)

@@ -89,15 +89,6 @@ def test_scores_and_gradients_are_those_of_whole_logits(
     torch.testing.assert_close(gradients(leaves, actual, case.upstream), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_numbers_by_hand():
-    # Logits (0, ln 2, ln 5) at temperature 1: probabilities 1/8, 1/4, 5/8.
-    weight = torch.tensor([1.0, 2.0, 5.0]).log().unsqueeze(1)
-    log_probs, entropy, squares = score_tokens(torch.ones(3, 1), weight, torch.arange(3), **EVERYTHING)
-    torch.testing.assert_close(log_probs.exp(), torch.tensor([0.125, 0.25, 0.625]))
-    torch.testing.assert_close(entropy, torch.full((3,), 0.900256))  # ln 8 − ¼ ln 2 − ⅝ ln 5
-    torch.testing.assert_close(squares, torch.full((3,), 30 / 64))
-
-
 def test_only_what_is_asked_for_comes_back_and_squares_carry_no_gradient():
     case = make_case()
     log_probs, entropy, squares = blocked(case.leaves(), case.labels)

@@ -14,14 +14,13 @@ import pytest
 
 from data.files import sole_run
 from extras.report.__main__ import main
-from extras.report.page import build_page, embed, page_data
+from extras.report.page import embed, page_data
 from extras.report.runs import RunRecord, group_name, read_runs
 from extras.report.samples import pack_samples
 from tests.fake_runs import change_samples, write_run
 
 NUMBERS = {"advantage": "advantages", "log_prob": "log_probs", "entropy": "entropys", "reward": "rewards"}
 ALL = 10**8  # bytes of room: nothing is left out
-HOSTILE = "</script><!--<script>alert(1)//${x}\u2028\x00\x1b\ud800🙂\u202eevil{{data}}"
 
 
 @pytest.fixture(scope="module")
@@ -257,18 +256,6 @@ def test_a_dump_of_all_rollouts_goes_before_the_samples_but_not_that_of_an_earli
         os.utime(dumps / f"{step}.jsonl", (0, 0))
     found = {file.step: file.path.parent.name for file in read_runs([run])[0].samples if file.kind == "train"}
     assert found == {1: "dumps", 2: "train"}
-
-
-def test_hostile_text_stays_data(tmp_path):
-    run = write_run(tmp_path / "run", steps=1, samples=24)
-    change_samples(run, lambda record: record | {"input": HOSTILE, "output": HOSTILE, "explanation": HOSTILE})
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines[-1]["data"][HOSTILE] = 1.0
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = build_page(read_runs([run]))
-    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    assert len(scripts) == 3 and HOSTILE in json.loads(scripts[0])["metrics"]
-    page.encode()  # no lone surrogate is left
 
 
 def test_a_folder_of_runs_is_all_of_them_and_one_without_a_run_is_left_out(tmp_path, capsys):

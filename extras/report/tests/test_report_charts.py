@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import vl_convert
-from PIL import Image
 
-from extras.report.charts import curve_rows, plot_metric, specs, write_png
+from extras.report.charts import curve_rows, plot_metric, specs
 from tests.test_tracking import start
 from training.tracking import METRICS_FILE
 
@@ -59,15 +58,6 @@ def test_runs_of_one_series_are_a_mean_in_a_band_of_a_standard_deviation():
     [first, *_] = band
     assert (first["y"] + first["y2"]) / 2 == pytest.approx(mean[0]["y"])
     assert abs(first["y"] - first["y2"]) == pytest.approx(2 * abs(mean[1]["y"] - mean[2]["y"]))  # ± 1
-
-
-@pytest.mark.parametrize("kind", ["curves", "many", "stages"])
-def test_a_png_is_drawn(tmp_path, kind):
-    curves = {f"curve {i}": [(s, s * i) for s in range(30)] for i in range(12 if kind == "many" else 2)}
-    rows = [row | {"width": 1} for row in curve_rows(curves)]
-    write_png(specs()["stages" if kind == "stages" else "metric"], rows, tmp_path / "chart.png")
-    image = Image.open(tmp_path / "chart.png").convert("RGB")
-    assert image.width > 900 and len(image.getcolors(maxcolors=100_000)) > 50  # what fails to be drawn is white
 
 
 def test_plot_of_an_unknown_metric_names_the_known_ones(tmp_path):

@@ -21,7 +21,7 @@ from extras.report.observer import EventFile, Report, RunFile, git_state, machin
 from extras.report.runs import read_run
 from extras.report.summary import findings
 from tests.forked import python
-from tests.runs import ROOT, compose, files_of_at_most, short_run
+from tests.runs import compose, files_of_at_most, short_run
 
 AS_A = "-c user.name=a -c user.email=a@b"
 CONFIG = compose("actor_rollout_ref.model.path=unused")
@@ -91,8 +91,7 @@ def test_a_key_is_in_no_file_of_a_run(tiny_model, tmp_path):
     command = [f"actor_rollout_ref.model.path={tiny_model}", f"trainer.default_local_dir={run}", *more, *given]
     sizes = ["data.train_batch_size=2", "data.max_response_length=2", "trainer.total_training_steps=1"]
     logged = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.logger=[]"]
-    started = [sys.executable, "main.py", *command, *sizes, *logged]  # no fork, whose command is another
-    done = subprocess.run(started, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PLANTED": key})
+    done = python("main.py", *command, *sizes, *logged, env=os.environ | {"PLANTED": key})
     assert done.returncode == 0, done.stderr
     assert python("-m", "extras.report", run).returncode == 0
     assert not [path for path in run.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]

@@ -27,7 +27,6 @@ from extras.verl.compat import (
     compute_policy_loss,
     compute_policy_loss_reinforce,
     deserialize_single_tensor,
-    entropy_from_logits,
     pad_dataproto_to_divisor,
     serialize_single_tensor,
     unpad_dataproto,
@@ -38,7 +37,6 @@ from tests.batches import aggregate, close
 from tests.test_protocol import CustomProto, few, make, rows
 from training.core_algos import get_policy_loss_fn
 from training.reward import load_reward_manager
-from workers.scoring_model import logprobs_and_entropy_from_logits
 
 StandIns.install()  # as the first of a user's files does
 NAN = math.nan
@@ -65,15 +63,6 @@ def test_padding_repeats_from_the_first_row_and_unpadding_drops_it(n, divisor):
     assert unpadded.obs.tolist() == data.obs.tolist() and unpadded.label.tolist() == data.label.tolist()
 
 
-def test_entropy_is_that_of_the_trainer():
-    torch.manual_seed(0)
-    logits = (torch.randn(2, 3, 5) * 4).bfloat16()
-    _, expected = logprobs_and_entropy_from_logits(logits, torch.zeros(2, 3, dtype=torch.int64))
-    assert entropy_from_logits(logits).dtype == torch.float32
-    close(entropy_from_logits(logits), expected)
-    close(entropy_from_logits(torch.tensor([[1e4, 0.0, -1e4]])), [0.0])
-
-
 @pytest.mark.parametrize(
     ("labels", "numbers"),
     [
@@ -92,20 +81,6 @@ def test_labels_become_numbers(labels, numbers):
     assert codes.dtype == torch.int64 and codes.tolist() == numbers
 
 
-def test_the_older_policy_loss_returns_four_tensors_of_the_vanilla_loss():
-    results = compute_policy_loss(*ANCHOR, 0.2)
-    assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in results)
-    close(torch.stack(results), [0.607143, 0.285714, -0.016826, 0.0])
-    close(compute_policy_loss(*ANCHOR, 0.2, loss_agg_mode="seq-mean-token-sum")[0], 2.125)
-    # Token (1, 3) then costs 2 · 2 where it cost 2 · 3.
-    close(compute_policy_loss(*ANCHOR, 0.2, clip_ratio_c=2.0)[0], 0.607143 - 2 / 7)
-    low_and_high = compute_policy_loss(*ANCHOR, cliprange_low=0.05, cliprange_high=0.05)
-    assert compute_policy_loss(*ANCHOR, 0.05) == low_and_high
-    assert compute_policy_loss(*ANCHOR, 0.05, cliprange_high=0.4) != low_and_high
-    with pytest.raises(ValueError, match="pass cliprange, or both"):
-        compute_policy_loss(*ANCHOR, cliprange_low=0.2)
-
-
 def test_losses_are_called_as_verls_own_tests_call_them():
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size=2, clip_ratio=0.2)
     names = ("old_log_prob", "log_prob", "advantages", "response_mask")
@@ -116,6 +91,11 @@ def test_losses_are_called_as_verls_own_tests_call_them():
     close(compute_policy_loss_reinforce(**given)[0], -(ANCHOR[2] * ANCHOR[1] * ANCHOR[3]).sum() / 2)
     with pytest.raises(TypeError, match="clip_ration"):
         ActorConfig(clip_ration=0.1)
+    low_and_high = compute_policy_loss(*ANCHOR, cliprange_low=0.05, cliprange_high=0.05)
+    assert compute_policy_loss(*ANCHOR, 0.05) == low_and_high
+    assert low_and_high != compute_policy_loss(*ANCHOR, 0.05, cliprange_high=0.4) != compute_policy_loss(*ANCHOR, 0.4)
+    with pytest.raises(ValueError, match="pass cliprange, or both"):
+        compute_policy_loss(*ANCHOR, cliprange_low=0.2)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
