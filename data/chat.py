@@ -346,8 +346,8 @@ class ChatFormat:
             raise
 
     def _behind_calls(self, messages: list[Message], names: list[str]) -> tuple[str, str] | None:
-        """As `_behind`, with a call of its tool before each result, as some templates take results so alone; the end is
-        a text."""
+        """Returns what `_behind` does, for templates that take a result only behind a call of its tool: with such a
+        call before each; the end is a text."""
         with suppress(ValueError, TypeError, TemplateError):
             answer, told = turn_of_results(messages, names)
             text = self._text_behind(answer, told)

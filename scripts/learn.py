@@ -134,7 +134,7 @@ class Course:
 
     @property
     def has_time(self) -> bool:
-        """Whether there is time for stages of another kind."""
+        """Says whether there is time for stages of another kind."""
         return self.seconds_left > LEAST_LEFT * 60 * self.minutes
 
     def is_short_of(self, *stages: str) -> bool:

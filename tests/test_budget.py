@@ -39,24 +39,24 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_732,  # +190: results behind calls, loops that outlive clients, warm-up, early refusals, full disks
-    "core files": 82,
-    "product lines": 44_500,  # +650: a record of all lives of fully_async, a gate, rules as persons score
-    "scripts and benchmarks": 4_560,
+    "core lines": 18_160,  # +430: private names of torch, Ray and vLLM in one file (169), refusals before torch
+    "core files": 83,
+    "product lines": 45_880,  # +1,380: many rows (550), playouts by a policy (220), what the core has more
+    "scripts and benchmarks": 4_750,
     "names in training/": 20,
-    "names in workers/": 25,
+    "names in workers/": 26,
     "names in data/": 15,
     "names in configs/": 9,
     "names in custom/": 4,
     "modules under 60 lines": 47,
-    "modules with one importer": 51,
+    "modules with one importer": 52,
     "kinds of hook": 25,
     "settings": 349,  # two of verl's warm-up, for three optimisers
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 43_434,
+    "test lines": 43_830,
 }
 
 

@@ -168,7 +168,7 @@ class Idle:
 
 @needs_vllm
 def test_a_step_ahead_draws_the_same_and_new_weights_are_new_at_once(model, monkeypatch: pytest.MonkeyPatch):
-    """On a GPU vLLM schedules a step before it has read the one before. Here it does by force, as no CPU would: what is
+    """VLLM on a GPU schedules a step before it has read the one before. Here it does by force, as no CPU would: what is
     in flight when rows stop or are aborted, weights change, or it sleeps, has no effect on what is drawn afterwards."""
     from vllm.platforms.cpu import CpuPlatform
 

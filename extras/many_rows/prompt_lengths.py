@@ -76,7 +76,7 @@ Mark.__eq__, Mark.__ne__ = watch("__eq__"), watch("__ne__")
 
 
 class Recipe:
-    """What is encoded of rows of one shape: the texts around what they say, and the most tokens that those make."""
+    """Holds what is encoded of rows of one shape: texts around what they say, and the most tokens of those."""
 
     def __init__(self, encoded: list[str], marks: list[Mark], other: int, tokenizer: PreTrainedTokenizerBase) -> None:
         pattern = re.compile(f"({'|'.join(map(re.escape, marks))})")
@@ -149,7 +149,7 @@ class Words(dict):
         count = self[word] = len(self.backend.encode(word, add_special_tokens=False).ids)
         return count
 
-    def bound(self, text: str) -> float:
+    def most_tokens(self, text: str) -> float:
         """Returns a number of tokens that a text does not exceed."""
         if not text.isascii() or not self.cuts_at_spaces:
             return inf

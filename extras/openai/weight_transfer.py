@@ -261,7 +261,7 @@ class Meta(NamedTuple):
 
 
 class Metas(list[Meta]):
-    """What a bucket holds; vLLM 0.32 calls it, and 0.33 reads it."""
+    """Lists what a bucket holds; vLLM 0.32 calls it, and 0.33 reads it."""
 
     def __call__(self) -> "Metas":
         return self

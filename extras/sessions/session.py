@@ -56,7 +56,7 @@ class Speech:
 
 @dataclass(eq=False)
 class Turn:
-    """What the policy was told behind another turn, or first (`parent` None), and what it answered.
+    """Holds what the policy was told behind another turn, or first (`parent` None), and what it answered.
 
     Attributes:
         told: token ids; of those of a first turn, `start` are the prompt of its row.

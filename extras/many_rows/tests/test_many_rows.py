@@ -86,7 +86,7 @@ def write(folder, rows, name="rows.parquet"):
 
 
 def outcome(kind, files, tokenizer, config):
-    """What becomes of the rows: an error, or what is drawn and left out."""
+    """Returns what becomes of the rows: an error, or what is drawn and left out."""
     try:
         rows = kind(files, tokenizer, config)
     except ValueError as error:
@@ -206,8 +206,10 @@ def words_of(way):
 )
 def test_words_bound_the_tokens_of_a_text(way, text):
     words = words_of(way)
-    assert words.cuts_at_spaces and len(words.backend.encode(text, add_special_tokens=False).ids) <= words.bound(text)
-    assert words_of("nowhere").bound(text) == inf and words.bound(text + "é") == inf
+    assert words.cuts_at_spaces and len(words.backend.encode(text, add_special_tokens=False).ids) <= words.most_tokens(
+        text
+    )
+    assert words_of("nowhere").most_tokens(text) == inf and words.most_tokens(text + "é") == inf
 
 
 CONVERSATION = st.lists(TEXT, min_size=1, max_size=5).map(
