@@ -54,6 +54,7 @@ CHOSEN_BY = "env.val_seed=2000000"  # of the episodes by which stages are kept, 
 ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
 IDLE = 2, 5  # rounds without a gain that end imitation: after some with one, and before any
+FEW = 200  # moves, of which a model learns nothing
 SHORT = 10  # moves of an episode that a model plays on to its end, and not to the horizon of random playouts
 LEAST_LEFT = 0.1  # part of the time with which reinforcement begins
 RATES = {"random": ("1e-3", "2e-4"), "trained": ("1e-4", "1e-5")}  # of imitation and of RL, by the model's weights
@@ -257,6 +258,8 @@ def improve_in_rounds(course: Course, seen: Look) -> None:
     """Imitates the moves after which the best model earns most by its own play, as long as that gains."""
     for number in itertools.count(1):
         rows = demonstrations(course, seen, number, by_policy=True)
+        if course.results[f"moves by policy {number}"]["result"] < min(course.rows, FEW):  # the model answers slowly
+            return
         gains = consider(course, f"improvement {number}", imitate(course, course.model, [rows], number, "improvement"))
         if not gains or course.is_short_of(f"moves by policy {number}", f"improvement {number}"):
             return
@@ -304,11 +307,11 @@ def demonstrations(course: Course, seen: Look, number: int, by_policy: bool = Fa
     options = ["--player", seen.player, "--rows", str(count), "--round", str(number)]
     options += ["--by-policy", f"{allowed:g}"] if by_policy else []
     rows = course.path(f"{kind.replace(' ', '_')}_{number}", [*options, *settings]).with_suffix(".jsonl")
-    given = seen.player, count, rows, "turns", number, allowed if by_policy else None
+    given, allowed = (seen.player, count, rows, "turns", number), allowed if by_policy else None
     course.run(
         f"{kind} {number}",
         ["-m", "extras.imitate", *options, "--output", str(rows), *settings],
-        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), *given),
+        lambda: write_demonstrations(compose("ppo_trainer", settings, takes_objects=True), *given, by_policy=allowed),
     )
     return rows
 

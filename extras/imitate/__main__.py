@@ -53,6 +53,7 @@ def write_demonstrations(
     output: Path,
     history: str = "turns",
     number: int = 1,
+    *,
     by_policy: float | None = None,
 ) -> int:
     """Writes `rows` rows of a player in the environment of `config`, as JSON lines with prompt and response, or, of
@@ -93,7 +94,7 @@ def main() -> None:
         check_output_folder(str(arguments.output.parent), "--output")
         seed_everything(config.trainer.seed)
         given = arguments.player, arguments.rows, arguments.output, arguments.history, arguments.round
-        rows = write_demonstrations(config, *given, arguments.by_policy)
+        rows = write_demonstrations(config, *given, by_policy=arguments.by_policy)
     print(f"{arguments.output} has {rows} rows: python -m extras.sft data.train_files={arguments.output} …")
 
 

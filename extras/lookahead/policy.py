@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from configs.errors import ConfigError
 from configs.schema import Config
-from custom.env_wrapper import EnvState
 from data.chat import encode_prompt
 from data.pretrained import load_tokenizer
 from data.types import Message, Request, SamplingParams
@@ -43,7 +43,7 @@ class Policy:
         self.known: dict[str, Any] = {}
         self.asked: dict[str, list[Message]] = {}
 
-    def __call__(self, state: EnvState) -> Any | None:
+    def __call__(self, state: Any) -> Any | None:
         """Returns its move in a state, None for no legal one; raises NotKnown if that has not been answered yet."""
         messages = self.dataset.messages(state)
         if (prompt := str(messages)) not in self.known:
@@ -108,6 +108,7 @@ class PolicyPlayouts(Playouts):
     def __init__(self, environment: Any, policy: Policy) -> None:
         super().__init__(environment)
         self.policy, self.is_known = policy, True
+        self.state = environment.start_state(environment.train_seed(0))
         self.begun: dict[tuple, np.ndarray] = {}  # returns of playouts, where some are not known yet
 
     def estimate(self, seed: int, actions: tuple[Any, ...], moves: tuple[Any, ...]) -> list[float]:
@@ -133,7 +134,9 @@ class PolicyPlayouts(Playouts):
         """Yields the policy's moves; of no legal one, that which is drawn in its place."""
         for move in drawn:
             try:
-                answer = self.policy(EnvState(world.seed, tuple(world.actions), world.text))
+                answer = self.policy(
+                    replace(self.state, seed=world.seed, actions=tuple(world.actions), text=world.text)
+                )
             except NotKnown:
                 self.is_known = False
                 return
