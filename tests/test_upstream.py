@@ -74,7 +74,11 @@ def test_every_private_name_of_upstream_is_looked_up():
 WITHOUT = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(lambda name, *a: None if name.split(".")[0] in {names} else find(name, *a))
+class Visible(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *more):
+        return None if name.split(".")[0] in {names} else find(name, *more)
+PathFinder.find_spec = Visible.find_spec
 """
 NO_SERVICE = ("ray", "fastapi", "uvicorn", "starlette", "hypothesis", "xdist")
 

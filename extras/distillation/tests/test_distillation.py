@@ -356,8 +356,9 @@ def test_a_server_in_vllms_form_can_teach(tiny_model, teachers, tmp_path, server
 
 def test_our_server_can_teach(tiny_model, teachers, tmp_path):
     fixtures = pytest.importorskip("extras.server.tests.fixtures")
+    load_served = pytest.importorskip("extras.server.__main__").load_served
     config = fixtures.compose(teachers[0])
-    with fixtures.serving(fixtures.load_served(config), config) as url:
+    with fixtures.serving(load_served(config), config) as url:
         check_served(url, teachers[0], tiny_model, tmp_path)
 
 
