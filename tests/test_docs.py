@@ -40,15 +40,18 @@ MAKE_MODEL = "python -m custom.tiny_model outputs/tiny_model"
 # What trains is composed, checked and prepared; the training itself is that of CONTRIBUTING.md and the user contracts.
 UNTRAINED = """
 import sys
-import {module} as entry
-entry.train = lambda *_: None
-if "Launch" in vars(entry):
-    entry.Launch.init_workers = entry.Launch.fit = lambda launch: None
-if "Course" in vars(entry):
-    entry.learn = entry.print_summary = lambda *_: None
-entry.main(sys.argv[1:])
+from importlib import import_module
+from unittest.mock import patch
+
+for name in {stopped}:
+    patch(name, lambda *_: None).start()
+import_module("{module}").main(sys.argv[1:])
 """
-TRAINS = {("main.py",): "main", ("-m", "extras.sft"): "extras.sft.__main__", ("-m", "scripts.learn"): "scripts.learn"}
+TRAINS = {  # (module, what of it is not called), by the words of the command
+    ("main.py",): ("main", ["main.Launch.init_workers", "main.Launch.fit"]),
+    ("-m", "extras.sft"): ("extras.sft.__main__", ["extras.sft.trainer.train"]),
+    ("-m", "scripts.learn"): ("scripts.learn", ["scripts.learn.learn", "scripts.learn.print_summary"]),
+}
 READS_A_RUN = ("extras.report.show_episodes", "extras.merge.__main__")  # commands that show what training has left
 
 
@@ -78,9 +81,9 @@ def run_command(command: str, folder: Path) -> str:
     arguments = shlex.split(command)[1:]
     if any(name in arguments for name in READS_A_RUN):
         return ""
-    for entry, module in TRAINS.items():
+    for entry, (module, stopped) in TRAINS.items():
         if tuple(arguments[: len(entry)]) == entry:
-            arguments = ["-c", UNTRAINED.format(module=module), *arguments[len(entry) :]]
+            arguments = ["-c", UNTRAINED.format(module=module, stopped=stopped), *arguments[len(entry) :]]
     done = python(*arguments, cwd=folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
