@@ -89,15 +89,14 @@ def planned(*overrides: str, name: str = "frozenlake") -> list[SweptRun]:
     return plan(arguments, partial(checked_config, schema=Config, check=check_config))
 
 
-@pytest.mark.parametrize("seeds", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_sweep_goes_past_a_failure_and_the_same_command_does_only_that_run_again(start, tmp_path, seeds):
-    swept = f"trainer.seed=range({seeds})", f"{RATE}=1e-3,3e-3"
-    names, failing = [f"seed={seed},lr={rate}" for seed in range(seeds) for rate in (0.001, 0.003)], "seed=1,lr=0.003"
+def test_a_sweep_goes_past_a_failure_and_the_same_command_does_only_that_run_again(start, tmp_path):
+    swept = "trainer.seed=range(2)", f"{RATE}=1e-3,3e-3"
+    names, failing = [f"seed={seed},lr={rate}" for seed in range(2) for rate in (0.001, 0.003)], "seed=1,lr=0.003"
     first = start(*swept).wait(PATIENCE)
     assert first.returncode == 1 and begun(tmp_path) == names, first.stderr
     assert states(first.stdout) == dict.fromkeys(names, "finished") | {failing: "failed: a slip"}
     assert first.stderr.count("notice: run seed=1 lr=0.003 failed: a slip\n") == 1
-    assert f"run 2 of {2 * seeds}: seed=0 lr=0.003\n" in first.stdout
+    assert "run 2 of 4: seed=0 lr=0.003\n" in first.stdout
 
     (tmp_path / "mended").touch()
     again = start(*swept).wait(PATIENCE)
