@@ -6,6 +6,11 @@ resumes in the middle of an epoch; and the drawing of 256 rows. Prints seconds, 
 --plain: rows are read and measured one by one, as without extras/many_rows.
 """
 
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()
+
 import argparse
 import json
 import random
@@ -33,7 +38,7 @@ LINE = "{:>9} rows  {:<7} {:8.2f} s {:6.2f} GB   256 rows {:5.2f} s"
 
 
 def write_rows(path: Path, count: int, model: str | None) -> None:
-    words, rng = Path("docs/data.md").read_text().split(), random.Random(0)
+    words, rng = Path("docs/data.md").read_text().split(), random.Random(f"rows {count}")
     with pyarrow.parquet.ParquetWriter(path, pyarrow.Table.from_pylist([row_of(0, "a")]).schema) as writer:
         for start in range(0, count, 50_000):
             texts = [" ".join(rng.choices(words, k=60)) for _ in range(start, min(start + 50_000, count))]

@@ -42,6 +42,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
     "size": {
         "configs/schema.py": "every setting, once",
         "workers/hf_rollout.py": "one engine: its loop, and the rows that it runs",
+        "extras/sft/dataset.py": "rows and conversations, and what is learnt of each",
     },
     "waits": {
         **dict.fromkeys(DOOR, "the door: what the call returned is waited for by Wait, or is there"),
@@ -106,6 +107,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "workers/models.py": "CUDA_VISIBLE_DEVICES may hide the GPU on purpose",
         "workers/ray_group.py": "hands the environment on to worker processes",
         "workers/resources.py": "RAY_ADDRESS names a cluster",
+        "extras/many_rows/prompt_lengths.py": "lets tokenizers use all threads, and puts that back",
     },
 }
 

@@ -280,7 +280,7 @@ class Lengths:
             return False  # it is encoded as the text that it is
         texts, stripped = recipe.compose(says), [said.strip() for said in says]
         ways = [texts, *([recipe.compose(stripped)] if stripped != says else [])]  # as templates write it
-        if is_bound and all(recipe.other + sum(map(self.words.bound, way)) <= self.limit for way in ways):
+        if is_bound and all(recipe.other + sum(map(self.words.most_tokens, way)) <= self.limit for way in ways):
             return True
         return (recipe.other, texts) if len(ways) == 1 else False
 

@@ -199,7 +199,7 @@ def test_syncs_are_bounded(gpu_run, stage):
     assert run.syncs[stage] <= MOST[stage], run.tables.get(stage, run.tables["generation"])
 
 
-ELSEWHERE = {"flowrl", "gvpo", "pair", "spin", "distillation", "distillation_topk"}  # they read columns of stages
+ELSEWHERE = {"flowrl", "gvpo", "pair", "spin", "distillation", "distillation_topk", "bypass_mode"}  # they need stages
 MODES = sorted({*POLICY_LOSS_REGISTRY} - ELSEWHERE)
 LOSSES = [
     *({"policy_loss": PolicyLossConfig(loss_mode=name, dro_beta=0.05)} for name in MODES),
