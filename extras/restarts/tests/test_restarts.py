@@ -139,7 +139,8 @@ def test_what_may_pass_is_tried_again_and_the_command_ends_as_the_run(start, tmp
 
 @pytest.mark.parametrize(("error", "code"), [("MayPass('away')", 75), ("ValueError('a slip')", 1)])
 def test_exit_codes_are_the_same_without_restarts(tiny_model, tmp_path, error, code):
-    """A run without restarts shows the line of the user's that raised, and its exit code; tests/test_interrupt.py has signals and refusals."""
+    """A run without restarts shows the user's line that raised, by its own exit code; tests/test_interrupt.py has
+    signals and refusals."""
     done = Run("main.py", *command(tiny_model, tmp_path / "run", {"updated 1": f"fail({error})"})).wait(PATIENCE)
     assert done.returncode == code and "run.py" in done.stderr
 
