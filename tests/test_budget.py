@@ -42,7 +42,7 @@ CEILINGS = {
     "core lines": 18_160,  # +430: private names of torch, Ray and vLLM in one file (169), refusals before torch
     "core files": 83,
     "product lines": 45_880,  # +1,380: many rows (550), playouts by a policy (220), what the core has more
-    "scripts and benchmarks": 4_750,
+    "scripts and benchmarks": 4_760,
     "names in training/": 20,
     "names in workers/": 26,
     "names in data/": 15,
