@@ -8,8 +8,7 @@ import configs.process  # noqa: F401, isort: skip
 import sys
 from importlib.util import module_from_spec
 
-from configs.extras import find
-from configs.import_utils import Imports
+from configs.import_utils import Imports, find
 
 if (spec := Imports.find_installed(__name__)) is None:
     stand_ins = find("optional", __name__)

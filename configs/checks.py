@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError, did_you_mean, notice
-from configs.extras import NEEDS_GROUPS, REGISTRIES, TABLE, check_present, present
-from configs.import_utils import load_extern_object, load_module, source_file, split_object
+from configs.extras import NEEDS_GROUPS, TABLE, check_present, present
+from configs.import_utils import REGISTRIES, load_extern_object, load_module, source_file, split_object
 from configs.paths import ROOT, check_model_path, find_path, most_rows, options, source_files
 from configs.process import most_gpus
 from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, EnvConfig, SamplingConfig

@@ -1,15 +1,13 @@
 """The one table of what a run can do without: by kind and name, the object that a setting asks for.
 
-The core imports no extra. It asks `find` for an object by its kind and name, and `section` for the settings that an
-extra adds to the schema. Any folder of extras/ can be deleted: a setting that asks for it is then refused by its name.
+The core imports no extra. It asks `find` (configs/import_utils.py) for an object by its kind and name, and `section`
+for the settings that an extra adds to the schema. Any folder of extras/ can be deleted: a setting that asks for it is
+then refused by its name.
 """
 
-from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import make_dataclass
-from functools import reduce
 from importlib import import_module
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -277,45 +275,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra: how the keys of its settin
 }
 
 
-def find(kind: str, name: str, key: str = "") -> Any:
-    """Imports and returns the object of a kind that is called `name`: of the table, or file.py:Name of the user's.
-
-    Raises:
-        ConfigError: its extra is not in this copy; names `key`.
-    """
-    if name not in TABLE[kind]:
-        users = import_module("configs.import_utils")  # it imports this module
-        return users.load_extern_object(*users.split_object(name), key)
-    check_present(kind, name, key)
-    module, _, attribute = TABLE[kind][name].partition(":")
-    return getattr(import_module(module), attribute)
-
-
-class Registry(UserDict):
-    """Maps names to what decorators registered of a kind and, where nothing was, to what the table has for them."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def __missing__(self, name: str) -> Any:
-        if not has(self.kind, name):
-            raise KeyError(name)
-        return find(self.kind, name)[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.data or has(self.kind, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*present(self.kind), *self.data]))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-REGISTRIES = {kind: Registry(kind) for kind in ("estimator", "policy_loss")}
-
-
 def check_present(kind: str, name: str, key: str = "") -> None:
     """Raises ConfigError if the table has the name, and this copy not what it stands for; names `key`."""
     if name in TABLE[kind] and not has(kind, name):
@@ -326,21 +285,6 @@ def check_present(kind: str, name: str, key: str = "") -> None:
 def has(kind: str, name: str) -> bool:
     """Says whether the table has the name, and this copy what it stands for."""
     return name in TABLE[kind] and is_here(TABLE[kind][name].partition(":")[0])
-
-
-def asked_for(kind: str, config: Any) -> list[Any]:
-    """Finds objects of a kind by settings of `config` that are set or, of a key with =, have one of those values."""
-    keys = []
-    for key in present(kind):
-        path, _, values = key.partition("=")
-        setting = setting_at(config, path)
-        keys += [key] if (setting in values.split(",") if values else setting) else []
-    return [find(kind, key) for key in keys]
-
-
-def setting_at(config: Any, key: str) -> Any:
-    """Returns what `config` has at a dotted key; a section that is not there has nothing."""
-    return reduce(lambda section, name: section and section.get(name), key.split("."), config)
 
 
 def present(kind: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Loads and calls users' own Python: datasets, samplers, rewards, estimators, named in the config by file or module.
+"""Loads and calls what the config names: objects of the table in configs/extras.py, and users' own Python.
 
 A file is executed once, however often it is named. One that `import` can find is imported under that name, so that
 `custom/my_env.py` and `from custom.my_env import …` are one module; any other gets a name made of its path. Both are in
@@ -13,8 +13,9 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from itertools import chain
@@ -23,7 +24,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from configs.errors import is_users
-from configs.extras import find, has
+from configs.extras import TABLE, check_present, has, present
 from configs.paths import find_path
 
 
@@ -73,6 +74,59 @@ class Imports:
 
 
 sys.meta_path.append(Neighbours)
+
+
+def find(kind: str, name: str, key: str = "") -> Any:
+    """Imports and returns the object of a kind that is called `name`: of the table, or file.py:Name of the user's.
+
+    Raises:
+        ConfigError: its extra is not in this copy; names `key`.
+    """
+    if name not in TABLE[kind]:
+        return load_extern_object(*split_object(name), key)
+    check_present(kind, name, key)
+    module, _, attribute = TABLE[kind][name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Registry(UserDict):
+    """Maps names to what decorators registered of a kind and, where nothing was, to what the table has for them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __missing__(self, name: str) -> Any:
+        if not has(self.kind, name):
+            raise KeyError(name)
+        return find(self.kind, name)[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data or has(self.kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*present(self.kind), *self.data]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+REGISTRIES = {kind: Registry(kind) for kind in ("estimator", "policy_loss")}
+
+
+def asked_for(kind: str, config: Any) -> list[Any]:
+    """Finds objects of a kind by settings of `config` that are set or, of a key with =, have one of those values."""
+    keys = []
+    for key in present(kind):
+        path, _, values = key.partition("=")
+        setting = setting_at(config, path)
+        keys += [key] if (setting in values.split(",") if values else setting) else []
+    return [find(kind, key) for key in keys]
+
+
+def setting_at(config: Any, key: str) -> Any:
+    """Returns what `config` has at a dotted key; a section that is not there has nothing."""
+    return reduce(lambda section, name: section and section.get(name), key.split("."), config)
 
 
 def foreign_imports() -> list[type[Imports]]:

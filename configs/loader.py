@@ -33,7 +33,8 @@ from yaml import YAMLError
 
 from configs.checks import check_config
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
-from configs.extras import absence, absent_extra_of, commands, find, present, setting_at
+from configs.extras import absence, absent_extra_of, commands, present
+from configs.import_utils import find, setting_at
 from configs.paths import CONFIG_DIR, home_spelt_out, options
 from configs.schema import Config
 from configs.settings import (

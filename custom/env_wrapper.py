@@ -21,8 +21,7 @@ from gymnasium.envs.registration import find_highest_version
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from configs.errors import notice_once
-from configs.extras import find
-from configs.import_utils import load_module
+from configs.import_utils import find, load_module
 from custom.gym.text_env import EnvState, TextEnv
 from custom.gym.world import split_id
 

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from configs.errors import first_line
-from configs.extras import TABLE, find
+from configs.extras import TABLE
+from configs.import_utils import find
 from configs.paths import check_model_path, find_path
 from configs.schema import PretrainedModelConfig
 

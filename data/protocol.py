@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from configs.extras import find, has
+from configs.extras import has
+from configs.import_utils import find
 from data.files import replacing
 from data.wire import pack, unpack
 

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
-from configs.extras import absence, find, has
-from configs.import_utils import bind, load_subclass
+from configs.extras import absence, has
+from configs.import_utils import bind, find, load_subclass
 from configs.schema import DataConfig
 from data.chat import Prompt, encode_prompt, parse_prompt
 from data.padding import media_of

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural
 from configs.errors import notice, notice_once
-from configs.extras import TABLE, find
+from configs.extras import TABLE
+from configs.import_utils import find
 from configs.paths import DATA_ENDINGS, SAVED_TO_DISK, find_path, source_files
 from data.padding import PromptIds, media_of
 from data.types import Row

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from configs.checks import no_batch
 from configs.errors import ConfigError, notice
-from configs.extras import asked_for
-from configs.import_utils import bind, check_reads, load_subclass, required_arguments
+from configs.import_utils import asked_for, bind, check_reads, load_subclass, required_arguments
 from configs.schema import DataConfig
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn

@@ -16,7 +16,8 @@ from inspect import signature
 from typing import Any, ClassVar
 
 from configs.errors import did_you_mean
-from configs.extras import find, present
+from configs.extras import present
+from configs.import_utils import find
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the schemas of the tools that there are, by name
 THOUGHT_TAGS = re.compile("</?think>"), re.compile("<think>")  # before a thought has ended, and behind that

@@ -1,6 +1,6 @@
 """Names what tools are made of, for users' files: classes and functions that the policy may call."""
 
-from configs.extras import find
+from configs.import_utils import find
 
 NAMES = ("BaseTool", "FunctionTool", "ToolResponse", "ToolSchema", "function_tool", "schema_of_text")
 BaseTool, FunctionTool, ToolResponse, ToolSchema, function_tool, schema_of_text = (

@@ -20,7 +20,7 @@ from configs.extras import TABLE
 from configs.paths import ROOT
 
 LAYERS = ("configs", "data", "training", "workers", "custom", "main.py")  # each imports from those before it
-LOOKS_UP = ("find", "asked_for", "present", "Registry")  # of configs/extras.py, by a kind
+LOOKS_UP = ("find", "asked_for", "present", "Registry")  # an object by its kind
 PAGE, MARK = ROOT / "docs/tour.md", "<!-- python -m scripts.architecture --write -->"
 BLOCK = re.compile(rf"{re.escape(MARK)}\n```mermaid\n.*?\n```\n", re.DOTALL)
 

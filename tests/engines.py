@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.extras import asked_for
+from configs.import_utils import asked_for
 from configs.schema import Config
 from data.protocol import DataProto
 from data.seeding import derive_seed

@@ -5,7 +5,7 @@ from training.api import GRPOTrainer
 GRPOTrainer(model, reward, rows).train()
 """
 
-from configs.extras import find
+from configs.import_utils import find
 
 Trainer, GRPOTrainer, PPOTrainer, TrainingConfig = (
     find("optional", name) for name in ("Trainer", "GRPOTrainer", "PPOTrainer", "TrainingConfig")

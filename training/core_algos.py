@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.extras import REGISTRIES
-from configs.import_utils import bind
+from configs.import_utils import REGISTRIES, bind
 from configs.schema import ActorConfig
 from data.padding import last_token
 from training.losses import *  # noqa: F403  (verl's import path)

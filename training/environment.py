@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
-from configs.extras import find, has
-from configs.import_utils import bind, load_extern_object, load_named
+from configs.extras import has
+from configs.import_utils import bind, find, load_extern_object, load_named
 from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, SuccessConfig
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from configs.extras import REGISTRIES
-from configs.import_utils import accepts, bind, callable_name
+from configs.import_utils import REGISTRIES, accepts, bind, callable_name
 from configs.schema import AGGREGATION_MODES
 from configs.settings import Readable
 

@@ -8,8 +8,15 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import LIB_KEY, check_cuts, check_names
 from configs.errors import ConfigError, did_you_mean
-from configs.extras import asked_for, find
-from configs.import_utils import accepts, forget_changed_files, load_modules, load_subclass, split_object
+from configs.import_utils import (
+    accepts,
+    asked_for,
+    find,
+    forget_changed_files,
+    load_modules,
+    load_subclass,
+    split_object,
+)
 from configs.schema import Config, DataConfig
 from data.chat import QUESTION, ChatFormat
 from data.pretrained import check_has_head, check_positions, load_model_config, load_tokenizer

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
-from configs.extras import find
-from configs.import_utils import accepts
+from configs.import_utils import accepts, find
 from configs.schema import AgentConfig, Config, DataConfig, RolloutConfig
 from data.rl_dataset import (
     PROGRESS_BAR_FROM,

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.extras import find
+from configs.import_utils import find
 from configs.schema import Config
 from data.files import dispensable
 from data.protocol import DataProto, object_array

@@ -24,8 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once, users_line
-from configs.extras import find
-from configs.import_utils import bind, callable_name, load_extern_object
+from configs.import_utils import bind, callable_name, find, load_extern_object
 from configs.schema import Config, RewardConfig, RewardManagerConfig, ScoringConfig
 from data.chat import parse_prompt
 from data.padding import last_token

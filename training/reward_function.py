@@ -15,8 +15,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, nearest_by_last_part, notice_once
-from configs.extras import find
-from configs.import_utils import bind, callable_name, is_setting, load_extern_object, load_module, required_arguments
+from configs.import_utils import (
+    bind,
+    callable_name,
+    find,
+    is_setting,
+    load_extern_object,
+    load_module,
+    required_arguments,
+)
 from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.chat import as_messages
 from data.concurrency import run_all

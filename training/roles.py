@@ -12,8 +12,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from configs.errors import MayPass
-from configs.extras import asked_for, find, present
-from configs.import_utils import load_extern_object, required_arguments
+from configs.extras import present
+from configs.import_utils import asked_for, find, load_extern_object, required_arguments
 from configs.schema import Config, PretrainedModelConfig
 from configs.settings import lay_over
 from data.pretrained import check_same_tokens

@@ -20,7 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from configs.checks import logger_names
 from configs.errors import latest
-from configs.extras import asked_for, find, has, present
+from configs.extras import has, present
+from configs.import_utils import asked_for, find
 from configs.process import in_notebook
 from data.files import FolderLost, append, headline_means, json_line, read_metrics, rewrite
 from data.protocol import DataProto

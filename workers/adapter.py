@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.extras import find
+from configs.import_utils import find
 from configs.schema import ModelConfig, RolloutConfig
 
 

@@ -17,7 +17,7 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import warns_of_close
-from configs.extras import find
+from configs.import_utils import find
 from configs.schema import Config
 from data.chat import ChatFormat
 from data.concurrency import loop_in_thread, run_in_background

@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from configs.extras import find, has
+from configs.extras import has
+from configs.import_utils import find
 from configs.schema import ModelConfig, RolloutConfig
 from workers.forward_check import Trial
 

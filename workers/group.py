@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from configs.extras import find
+from configs.import_utils import find
 from configs.schema import Config
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto, join_rows

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from configs.checks import batch_arithmetic, sampling_summary
 from configs.errors import ConfigError, users_line_noted, warns_of_close
-from configs.extras import find
+from configs.import_utils import find
 from configs.loader import compose
 from configs.schema import Config
 from configs.settings import with_settings

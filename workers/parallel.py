@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
-from configs.extras import absence, find, has
+from configs.extras import absence, has
+from configs.import_utils import find
 from configs.schema import Config, OptimConfig
 from data.seqlen_balancing import fill_groups
 from workers.collectives import group_size

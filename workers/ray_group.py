@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch
 
 from configs.errors import ConfigError, MayPass, notice_once, warns_of_close
-from configs.extras import find
+from configs.import_utils import find
 from configs.process import VARIABLES, children_apart
 from configs.schema import Config, ModelConfig, RunConfig
 from data.files import locked

@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice_once
-from configs.extras import TABLE, find, present
-from configs.import_utils import bind, callable_name, load_module, split_object
+from configs.extras import TABLE, present
+from configs.import_utils import bind, callable_name, find, load_module, split_object
 from configs.schema import RolloutConfig
 from data.chat import Prompt, encode_prompt
 from data.padding import PromptIds, collate, media_of

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.extras import find, present
+from configs.extras import present
+from configs.import_utils import find
 from data.padding import collate
 from data.protocol import DataProto
 from data.types import Request, SamplingParams

@@ -15,7 +15,8 @@ import gymnasium as gym
 import numpy as np
 
 from configs.errors import notice_once
-from configs.extras import find, has
+from configs.extras import has
+from configs.import_utils import find
 from configs.schema import SuccessConfig
 from custom.gym.planning import worst_reward
 from custom.gym.texts import NamedActions, text_of

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from configs.extras import find
+from configs.import_utils import find
 
 
 def last_mention(names: Sequence[str], text: str) -> int | None:

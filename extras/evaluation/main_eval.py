@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.errors import refusals
-from configs.extras import find
+from configs.import_utils import find
 from configs.schema import ScoringConfig
 from data.files import replacing
 from data.rows import Origin, read_rows, with_labels

@@ -19,7 +19,7 @@ from rich.progress import track
 
 from configs.checks import check_output_folder
 from configs.errors import ConfigError, notice
-from configs.extras import find
+from configs.import_utils import find
 from configs.loader import compose
 from configs.schema import Config
 from data.files import dump_jsonl

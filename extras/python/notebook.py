@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from configs.extras import find
+from configs.import_utils import find
 from data.files import read_metrics
 from training.tracking import METRICS_FILE
 

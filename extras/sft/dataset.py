@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural
 from configs.errors import notice_once
-from configs.extras import find, has
-from configs.import_utils import bind, check_reads, load_subclass
+from configs.extras import has
+from configs.import_utils import bind, check_reads, find, load_subclass
 from data.chat import ANSWER, START, ChatFormat, Prompt, as_messages, check_writes, clean_messages, parse_prompt
 from data.padding import media_of
 from data.pretrained import template_terminator

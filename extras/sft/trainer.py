@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import refusals, users_line_noted
-from configs.extras import check_present, find
+from configs.extras import check_present
+from configs.import_utils import find
 from configs.schema import (
     ActorConfig,
     ActorRolloutRefConfig,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from configs.extras import find
+from configs.import_utils import find
 from data.chat import Prompt, as_messages, parse_prompt
 from data.rows import Entry, read_rows
 from data.types import Message, Sample

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.extras import find
-from configs.import_utils import load_modules
+from configs.import_utils import find, load_modules
 from configs.process import worker_threads
 from configs.schema import ModelConfig, RolloutConfig
 from data.pretrained import check_has_head, check_positions, load_model_config

@@ -6,8 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice, notice_once
-from configs.extras import find
-from configs.import_utils import load_module
+from configs.import_utils import find, load_module
 from configs.schema import MultiTurnConfig
 from data.chat import ChatFormat, shows_tools, tool_kwargs
 from data.rows import kwargs_in

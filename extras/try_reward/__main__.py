@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from configs.extras import find
+from configs.import_utils import find
 from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.protocol import DataProto
 from data.rows import read_rows, with_labels

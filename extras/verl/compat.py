@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from configs import schema
-from configs.extras import find, present
+from configs.extras import present
+from configs.import_utils import find
 from data.pretrained import as_users_read
 from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
 from extras.tools.tool_classes import BaseTool, ToolSchema

@@ -22,8 +22,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from configs.extras import find
-from configs.import_utils import bind, load_extern_object, load_module
+from configs.import_utils import bind, find, load_extern_object, load_module
 from configs.schema import Config, RewardConfig, RewardManagerConfig
 from data.concurrency import run_all
 from data.padding import last_token

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural
 from configs.errors import notice
-from configs.extras import find, has
+from configs.extras import has
+from configs.import_utils import find
 from configs.schema import Config
 from data.protocol import DataProto
 from data.types import Observer
