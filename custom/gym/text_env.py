@@ -19,11 +19,12 @@ from configs.extras import has
 from configs.import_utils import find
 from configs.schema import SuccessConfig
 from custom.gym.planning import worst_reward
-from custom.gym.texts import NamedActions, text_of
+from custom.gym.texts import NamedActions, Range, text_of
 from custom.gym.world import World, make_gym, split_id
 
 MAX_WORLDS = 256  # that states are computed in
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation  # that may be answers
+NUMBER_STYLES = ("plain", "fixed", "bars")
 CREDITS = ("search", "playouts")  # rewards of single moves by looking ahead (extras/lookahead)
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
 
@@ -87,7 +88,8 @@ class TextEnv:
     instruction: str | None = None
     action_names: Sequence[str] | None = None  # by action: canonical answer, then synonyms after |; default: numbers
     observation_names: Sequence[str] | None = None  # written before each number of a flat observation
-    observation_style: str = "plain"  # of numbers that are written out; or "fixed": all as wide as the widest
+    observation_style: str = "plain"  # of numbers; or "fixed": all as wide as the widest; or "bars": with bars beside
+    observation_ranges: Sequence[Range] | None = None  # that bars show, of each number; default: what random play meets
     max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
     reward: str | None = None  # of compute_reward: "progress" (default with a transition table), "env", or of CREDITS
     invalid_action: str = "retry"  # an answer without a legal action uses up a turn; or "end": it ends the episode
@@ -110,7 +112,7 @@ class TextEnv:
         self._build()
         worst, table = 0.0, self._world.table
         if self.repeatable and has("environment", "trial"):
-            worst, self.success = find("environment", "trial")(self)
+            worst, self.success, self.observation_ranges = find("environment", "trial")(self)
         if self.invalid_reward is None:
             self.invalid_reward = worst if table is None else min(0.0, worst_reward(table))
         if self.repeatable and self.credit is not None:
@@ -135,8 +137,8 @@ class TextEnv:
         self.reward = self.reward or ("progress" if tabular else "env")
         if self.invalid_action not in ("retry", "end"):
             raise ValueError(f"invalid_action={self.invalid_action!r}: an illegal answer is a 'retry', or the 'end'")
-        if self.observation_style not in ("plain", "fixed"):
-            raise ValueError(f"observation_style={self.observation_style!r}: numbers are 'plain', or 'fixed' in width")
+        if self.observation_style not in NUMBER_STYLES:
+            raise ValueError(f"observation_style={self.observation_style!r}: it is one of {', '.join(NUMBER_STYLES)}")
         if self.max_turns < 1:
             raise ValueError(f"max_turns={self.max_turns}: an episode needs at least 1 turn")
         if self.reward not in ("progress", "env", *CREDITS) or (self.reward == "progress" and not tabular):
@@ -146,10 +148,10 @@ class TextEnv:
     def _by_space(self, env: gym.Env) -> Callable[[Any, Any], str]:
         """Returns what writes observations out by their space."""
         space = env.observation_space if "observation_space" in dir(env.unwrapped) else gym.Space()
-        observed = text_of(space, self.env_id, fixed_width=self.observation_style == "fixed")
+        observed = text_of(space, self.env_id, fixed_width=self.observation_style != "plain")
         self.writes_out = not isinstance(space, gym.spaces.Text)
         observed.check(self.observation_names)
-        return lambda _, observation: observed.write(observation, self.observation_names)
+        return lambda _, observation: observed.write(observation, self.observation_names, self.observation_ranges or ())
 
     def _set_actions(self, env: gym.Env) -> None:
         if "action_space" not in dir(env.unwrapped):

@@ -13,6 +13,8 @@ import numpy as np
 
 from configs.import_utils import find
 
+Range = Sequence[float]  # lowest and highest value of a number
+
 
 def last_mention(names: Sequence[str], text: str) -> int | None:
     """Returns the index of the name that `text` mentions last, in any case; "L|left" is one name and its synonym.
@@ -52,8 +54,8 @@ class PlainText:
         if names is not None:
             raise ValueError(f"{len(names)} observation_names for {self.space}: they name the numbers of a flat array")
 
-    def write(self, observation: Any, names: Sequence[str] | None = None) -> str:
-        """Writes an observation out."""
+    def write(self, observation: Any, names: Sequence[str] | None = None, ranges: Sequence[Range] = ()) -> str:
+        """Writes an observation out, with `names` and bars (of `ranges`) beside its numbers if they are given."""
         return str(observation)
 
     def how_to_answer(self) -> str:

@@ -5,9 +5,10 @@ The defaults for an environment without `observation_to_text` or `text_to_action
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import gymnasium as gym
@@ -15,7 +16,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
+from custom.gym.texts import Range
+
 MAX_NUMBERS = 100  # that an array may have to be written out
+BAR = 16  # characters
 LARGEST = float(np.finfo(np.float32).max)
 NUMBER = re.compile(r"(?<![\w.])(?:(?<!\d)[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -48,24 +52,29 @@ class SpaceText:
         if names is not None and (not isinstance(space, ARRAYS) or (len(names),) != space.shape):
             raise ValueError(f"{len(names)} observation_names for {space}: they name the numbers of a flat array")
 
-    def write(self, observation: Any, names: Sequence[str] | None = None) -> str:
+    def write(self, observation: Any, names: Sequence[str] | None = None, ranges: Iterable[Range] = ()) -> str:
         """An observation in text.
 
         An array has its last axis in lines, numbers rounded to a thousandth of their range or, unbounded, to three
         digits; `names` go before those of a flat one. A dict has a line for each key. What else there is: `str`.
+        A number of `fractions_of` has a bar behind it if it has one of `ranges`.
         """
-        space, part_text = self.space, partial(SpaceText, fixed_width=self.fixed_width)
+        space, part_text, ranges = self.space, partial(SpaceText, fixed_width=self.fixed_width), iter(ranges)
         if isinstance(space, ARRAYS):
             values = np.asarray(observation, space.dtype).ravel().tolist()
             write = fixed_number if self.fixed_width else number_text
             numbers = [write(*entry) for entry in zip(values, *bounds(space), strict=True)]
+            for index, (value, ends) in enumerate(zip(values, ranges if has_fractions(space) else (), strict=False)):
+                numbers[index] += f" {bar(value, *ends)}"
             if names is not None:
                 return ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
             return array_text(np.array(numbers, dtype=object).reshape(space.shape))
         if isinstance(space, spaces.Dict):
-            return "\n".join(with_label(key, part_text(part).write(observation[key])) for key, part in space.items())
+            texts = {key: part_text(part).write(observation[key], ranges=ranges) for key, part in space.items()}
+            return "\n".join(starmap(with_label, texts.items()))
         if isinstance(space, spaces.Tuple):
-            return join_texts([part_text(part).write(value) for part, value in zip(space, observation, strict=True)])
+            entries = zip(space, observation, strict=True)
+            return join_texts([part_text(part).write(value, ranges=ranges) for part, value in entries])
         if isinstance(space, spaces.OneOf):
             choice, value = observation
             return with_label(choice, part_text(space.spaces[choice]).write(value))
@@ -172,6 +181,29 @@ def array_text(numbers: np.ndarray) -> str:
     if numbers.ndim < 2:
         return " ".join(numbers.ravel())
     return ("\n" if numbers.ndim == 2 else "\n\n").join(map(array_text, numbers))
+
+
+def has_fractions(space: gym.Space) -> bool:
+    return isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+
+
+def fractions_of(space: gym.Space, observation: Any) -> list[float]:
+    """The numbers of an observation that bars can show, in order: those of Boxes that need not be whole."""
+    if has_fractions(space):
+        return np.ravel(observation).tolist()
+    entries = []
+    if isinstance(space, spaces.Dict):
+        entries = [(part, observation[key]) for key, part in space.items()]
+    elif isinstance(space, spaces.Tuple):
+        entries = [*zip(space, observation, strict=True)]
+    return [number for entry in entries for number in fractions_of(*entry)]
+
+
+def bar(value: float, low: float, high: float) -> str:
+    """A drawing of where a value lies between two others, in BAR characters; beyond them is at them."""
+    part = (value - low) / (high - low) if low < high and math.isfinite(value) else 0.0
+    filled = round(BAR * min(max(part, 0.0), 1.0))
+    return "#" * filled + "." * (BAR - filled)
 
 
 def bounds(space: gym.Space) -> tuple[list[float], list[float]]:

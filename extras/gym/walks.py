@@ -13,25 +13,29 @@ from statistics import fmean, pstdev
 from typing import Any, Protocol, runtime_checkable
 
 from configs.schema import SuccessConfig
+from custom.gym.texts import Range
 from data.concurrency import run_in_background
 from data.protocol import DataProto
 from data.seeding import derive_seed, rng_state, set_rng_state
 from data.types import Metrics, Observer
+from extras.gym.space_text import fractions_of
 from training.environment import episode_seeds
 from workers.agents.user_code import Overdue, in_thread
 
 WALKS, MOVES = 5, 20  # each walk is played twice
+WALKS_FOR_RANGES, MOVES_FOR_RANGES = 10, 50
 MOST_EPISODES, FEWEST_EPISODES, MOST_SECONDS = 64, 4, 10.0  # of a random player
 Moment = tuple[str, float, bool]  # text of an observation, reward, whether the episode is over
 
 logger = logging.getLogger(__name__)
 
 
-def try_out(environment: Any) -> tuple[float, SuccessConfig | None]:
+def try_out(environment: Any) -> tuple[float, SuccessConfig | None, Sequence[Range] | None]:
     """Plays a few random walks twice, in a thread, as episodes are.
 
-    Returns the worst reward of a legal action, at most 0, and the rule of success: if there is none, what a walk has
-    found in `info`. Raises ValueError if a walk goes differently the second time, or a move takes too long.
+    Returns the worst reward of a legal action, at most 0; the rule of success: if there is none, what a walk has found
+    in `info`; and the ranges of numbers that have bars: if there are none, what longer walks meet. Raises ValueError if
+    a walk goes differently the second time, or a move takes too long.
     """
     trial = Trial(environment)
     try:
@@ -54,7 +58,7 @@ class Trial:
         before, self.moves_seen = self.moves_seen, self.moves
         return self.moves_seen != before
 
-    def play(self) -> tuple[float, SuccessConfig | None]:
+    def play(self) -> tuple[float, SuccessConfig | None, Sequence[Range] | None]:
         worst, worlds = 0.0, {}
         try:
             for seed in range(WALKS):
@@ -65,7 +69,7 @@ class Trial:
                 for played, moments in enumerate(zip(first, second, strict=False)):
                     self.check_equal(*moments, f"after reset(seed={seed}) and actions {list(walk[:played])}")
                 worst = min([worst, *(reward for _, reward, _ in first)])
-            return worst, self.success
+            return worst, self.success, self.ranges(world)
         finally:
             for world in worlds.values():
                 world.close()
@@ -82,6 +86,21 @@ class Trial:
             yield world.text, reward, terminated or truncated
             if terminated or truncated:
                 return
+
+    def ranges(self, world: Any) -> Sequence[Range] | None:
+        """Returns the lowest and the highest value of each number that has a bar, in random play."""
+        environment, env = self.environment, world.env
+        if environment.observation_style != "bars" or environment.observation_ranges or not environment.writes_out:
+            return environment.observation_ranges
+        numbers = []
+        for seed in range(WALKS_FOR_RANGES):
+            env.action_space.seed(seed)
+            observation, over, moves = env.reset(seed=seed)[0], False, 0
+            while not over and moves < MOVES_FOR_RANGES:
+                numbers.append(fractions_of(env.observation_space, observation))
+                observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+                over, moves, self.moves = terminated or truncated, moves + 1, self.moves + 1
+        return [[min(values), max(values)] for values in zip(*numbers, strict=True)]
 
     def check_equal(self, moment: Moment, repeated: Moment, way: str) -> None:
         for part, first, second in zip(("observation", "reward", "end"), moment, repeated, strict=True):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from custom.env_wrapper import ENVIRONMENTS, make_env, make_text_env
-from extras.gym.space_text import SpaceText, fixed_number, number_text
+from extras.gym.space_text import SpaceText, bar, fixed_number, number_text
 from tests.runs import compose
 from training.environment import build_environment
 
@@ -147,8 +147,35 @@ def test_a_style_is_a_setting_of_an_environment():
     assert re.fullmatch(r"position [+-]\S{5}, speed [+-]\S{7}, angle [+-]\S{6}, turning [+-]\S{7}", names)
     both = spaces.Dict(a=spaces.Tuple([spaces.Box(0, 99, (2,))]))
     assert SpaceText(both, fixed_width=True).write({"a": ([1.0, 23.0],)}) == "a: 01.00 23.00"
-    with pytest.raises(ValueError, match="observation_style='wide': numbers are 'plain', or 'fixed' in width"):
+    with pytest.raises(ValueError, match="observation_style='wide': it is one of plain, fixed, bars"):
         make_env("CartPole-v1", observation_style="wide")
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "filled"),
+    [(0, 0, 1, 0), (1, 0, 1, 16), (0.25, -1, 1, 10), (0.03, 0, 1, 0), (9, 0, 1, 16), (-9, 0, 1, 0), (3, 3, 3, 0)]
+    + [(INF, 0, 1, 0)],
+)
+def test_bars_by_hand(value, low, high, filled):
+    assert bar(value, low, high) == "#" * filled + "." * (16 - filled)
+
+
+def test_bars_stand_beside_the_numbers_that_have_a_range():
+    space = spaces.Dict(a=spaces.Discrete(3), b=spaces.Tuple([spaces.Box(0, 9, (2,)), spaces.Box(0, 9, (1,), int)]))
+    value = {"a": 2, "b": ([0.0, 9.0], [4])}
+    both = SpaceText(space, fixed_width=True).write(value, ranges=[[0, 9], [0, 18]])
+    assert both == "a: 2\nb: 0.000 ................ 9.000 ########........, 4"
+
+
+def test_bars_show_the_range_that_random_play_meets_in_every_copy_of_the_environment():
+    env = make_env("CartPole-v1", observation_style="bars")
+    (low, high), *_ = env.observation_ranges
+    assert len(env.observation_ranges) == 4 and -2.4 < low < -0.05 and 0.05 < high < 2.4  # of bounds of ±4.8
+    text, again = env.start_state(0).text, make_env("CartPole-v1", observation_style="bars")
+    assert re.fullmatch(r"position \S{6} #{5,12}\.+, speed \S{8} #+\.+, angle \S{7} #+\.+, turning \S{8} #+\.+", text)
+    assert text == env.clone().start_state(0).text == again.start_state(0).text
+    given = make_env("CartPole-v1", observation_style="bars", observation_ranges=[[-9, 0], [0, 9]])
+    assert re.fullmatch(r"position \S+ #{16}, speed \S+ \.{16}, angle \S+, turning \S+", given.start_state(0).text)
 
 
 @pytest.mark.parametrize("space", ACTIONS, ids=str)
