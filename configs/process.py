@@ -274,8 +274,10 @@ def most_gpus(devices: Path = Path("/dev")) -> float:
     if joins or any(file for name in ("dxg", "kfd", "nvhost*") for file in devices.glob(name)):  # WSL, AMD, Jetson
         return math.inf
     files = len([*devices.glob("nvidia[0-9]*")])
-    left = files if visible is None else len([name for name in visible.split(",") if name not in ("", "-1")])
-    return min(files, left)
+    if visible is None:
+        return files
+    names = [name for name in visible.split(",") if name not in ("", "-1")]
+    return len(names) if files and "MIG-" in visible else min(files, len(names))  # a card's parts have one file
 
 
 def cpu_quota(group: Path = GROUP, root: Path = GROUPS) -> float | None:

@@ -98,6 +98,7 @@ def test_a_variable_that_is_no_number_is_refused_unless_the_config_decides(monke
         ("nvidia0 nvidia1", {"CUDA_VISIBLE_DEVICES": "1"}, 1),
         ("nvidia0 nvidia1", {"CUDA_VISIBLE_DEVICES": ""}, 0),
         ("nvidia0", {"CUDA_VISIBLE_DEVICES": "0,1"}, 1),
+        ("nvidia0 nvidia-caps", {"CUDA_VISIBLE_DEVICES": "MIG-5a,MIG-6b"}, 2),  # parts of one card
         ("dxg", {}, math.inf),
         ("kfd", {}, math.inf),
         ("", {"RAY_ADDRESS": "10.0.0.1:6379"}, math.inf),
