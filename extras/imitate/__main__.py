@@ -71,7 +71,7 @@ def write_demonstrations(
     turns = tell_of_secrets(demonstrations.turns(made), rows)
     written = turns if history == "turns" else demonstrations.transcripts()
     written = [*track(islice(written, rows), "writing demonstrations", total=rows)]
-    dump_jsonl(output, written)
+    dump_jsonl(output, demonstrations.settle(written) if history == "turns" else written)
     return len(written)
 
 

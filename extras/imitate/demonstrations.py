@@ -1,8 +1,10 @@
 """Demonstrations of an environment: what the policy is shown and a player answers, state by state or by episode."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count, islice
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -81,9 +83,31 @@ class Demonstrations:
         start = self.environment.start_state(seed) if from_start else self.environment.get_state(index, seed)
         self.begin(index, start.seed, start.actions)
         turns = (turn for turn in self.play() if self.tells_apart(turn[0]))
-        return [
-            {"prompt": self.dataset.messages(state), "response": answer} for state, answer in islice(turns, OF_A_RESET)
-        ]
+        return [self.row(state, answer) for state, answer in islice(turns, OF_A_RESET)]
+
+    def row(self, state: Any, answer: str) -> Row:
+        """Returns a row, with the `values` of moves where they are known, for `settle`."""
+        row = {"prompt": self.dataset.messages(state), "response": answer}
+        credit = self.environment.credit if self.name == "best" else None
+        return row if credit is None else row | {"values": credit.values(state)}
+
+    def settle(self, rows: list[Row]) -> list[Row]:
+        """Returns rows without values, those of one text with the answer that is best by the mean of their values.
+
+        So nothing that the text does not show, as a secret or chance to come, has a part in what is best.
+        """
+        of_text = defaultdict(list)
+        for row in rows:
+            of_text[str(row["prompt"])] += [row] if "values" in row else []
+        start = self.environment.start_state(self.environment.train_seed(0))
+        for alike in of_text.values():
+            values = [row.pop("values") for row in alike]
+            compared = [move for move in values[0] if all(move in each for each in values)] if values else []
+            means = {move: fmean(each[move] for each in values) for move in compared}
+            answers = [self.write(move, start) for move in self.environment.credit.best_of(means)] if means else []
+            for row in alike:
+                row["response"] = row["response"] if row["response"] in answers or not answers else answers[0]
+        return rows
 
     def begin(self, index: int, seed: int, actions: Any = ()) -> None:
         """Starts the episode of an index, with random numbers of its own."""

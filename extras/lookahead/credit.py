@@ -198,7 +198,11 @@ class Credit:
 
     def best(self, state: Any) -> tuple[Any, ...]:
         """Returns the best moves of a state; () where none is better than another."""
-        values = self.values(state)
+        return self.best_of(self.values(state))
+
+    @staticmethod
+    def best_of(values: dict[Any, float]) -> tuple[Any, ...]:
+        """Returns the moves of the largest values; () where all are equal."""
         low, high, slack = extremes(values)
         return () if high - low <= slack else tuple(action for action, value in values.items() if value >= high - slack)
 

@@ -95,6 +95,33 @@ def test_the_best_player_plays_as_the_search_says():
         assert len(row["messages"]) <= 2 * 17  # the way to the key, and on to the door
 
 
+class Hidden(gym.Env):
+    """One of three boxes holds a prize, the first in half of the resets: nothing shows which."""
+
+    action_space, observation_space = spaces.Discrete(3), spaces.Text(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.box = int(self.np_random.choice(3, p=[0.5, 0.3, 0.2]))
+        return "open", {}
+
+    def step(self, action):
+        return "open", float(action == self.box), True, False, {}
+
+
+gym.register("Hidden-v0", Hidden)
+
+
+@pytest.mark.parametrize("reward", ["playouts", "search"])
+def test_what_a_text_does_not_show_has_no_part_in_its_answer(reward):
+    made = demonstrations(make_env("Hidden-v0", reward=reward), "best")
+    rows = [*islice(made.turns(), 300)]
+    answers = [row["response"] for row in rows]
+    assert {*answers} == {"0", "1", "2"} and 0.4 < answers.count("0") / 300 < 0.6  # each knows the box
+    settled = made.settle(rows)
+    assert [row["response"] for row in settled] == ["0"] * 300 and all("values" not in row for row in settled)
+
+
 def test_seeds_that_are_held_out_are_not_among_the_rows(monkeypatch):
     environment = make_env("FrozenLake-v1", random_maps=True, is_slippery=False)
     seeds = [environment.train_seed(i) for i in range(4)]
