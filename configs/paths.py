@@ -30,10 +30,10 @@ def find_path(path: str | Path) -> Path:
     return shipped if shipped.exists() and not expanded.exists() else expanded
 
 
-def home_spelt_out(value: object) -> object:
+def expand_home(value: object) -> object:
     """Replaces a leading ~/ in a text, or in each text of a list, by the user's home: no shell does after `key=`."""
     if isinstance(value, list):
-        return [home_spelt_out(item) for item in value]
+        return [expand_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
@@ -68,7 +68,7 @@ def source_files(source: str | Path) -> list[Path]:
     return sorted(files)
 
 
-def most_rows(file: Path, enough: int) -> float:
+def row_bound(file: Path, enough: int) -> float:
     """Returns a number that the rows of a data file do not exceed, or one from `enough` on; infinity: it is unknown.
 
     Nothing is parsed: an object in an array begins with a brace, and any other row has a line of its own."""

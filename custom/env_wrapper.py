@@ -113,7 +113,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     },
 }
 SETTINGS = {setting.name for setting in fields(TextEnv)} - {"env_id", "env_kwargs", "timeout"}
-OF_ONE_RUN = {"seed", "exclude_seeds", "random_maps", "processes", "timeout"}  # and not of the id
+RUN_SETTINGS = {"seed", "exclude_seeds", "random_maps", "processes", "timeout"}  # and not of the id
 
 
 def make_env(
@@ -177,7 +177,7 @@ def make_text_env(
     if module:
         load_module(module)
     settings |= {"observation_to_text": observation_to_text, "text_to_action": text_to_action}
-    overrides = {key: value for key, value in settings.items() if value is not None and key not in OF_ONE_RUN}
+    overrides = {key: value for key, value in settings.items() if value is not None and key not in RUN_SETTINGS}
     entry = ENVIRONMENTS.get(name, {})
     env_kwargs = {**entry.get("env_kwargs", {}), **{key: overrides.pop(key) for key in overrides.keys() - SETTINGS}}
     ENVIRONMENTS[name] = {**entry, "env_kwargs": env_kwargs, **overrides}

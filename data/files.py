@@ -19,7 +19,7 @@ from typing import IO, Any, BinaryIO
 from configs.errors import ConfigError, notice
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
-LOOKED_AT = 20  # tries at a run's lock, which a report may hold for the moment in which it looks
+LOCK_TRIES = 20  # tries at a run's lock, which a report may hold for the moment in which it looks
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +141,11 @@ def _to_json(value: Any) -> Any:
     return str(value)
 
 
-def lock(file: IO, looks: bool = False) -> bool:
+def lock(file: IO, shared: bool = False) -> bool:
     """Locks an open file, and returns False if another process has it locked; the kernel unlocks it when it is closed,
     however that happens. One that only `looks` whether another has it keeps out nobody that looks."""
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if looks else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -180,7 +180,7 @@ def sole_run(folder: str | Path) -> Iterator[None]:
     path = Path(folder) / "run.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
-        if not any(lock(file) or time.sleep(0.02) for _ in range(LOOKED_AT)):
+        if not any(lock(file) or time.sleep(0.02) for _ in range(LOCK_TRIES)):
             file.seek(0)
             holder = file.read().strip() or "it has not said yet which"
             raise ConfigError(

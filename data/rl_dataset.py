@@ -35,9 +35,9 @@ from data.rows import (
     files_key,
     given_ids,
     kwargs_in,
-    own_names,
     print_report,
     read_rows,
+    rename_clashes,
     with_labels,
 )
 from data.types import Row, check_text
@@ -161,7 +161,7 @@ class RLHFDataset(Dataset):
     def __getitem__(self, position: int) -> Row:
         entry = self.entries[position]
         row = self.make_row(entry.columns, position, entry.prompt_ids.tolist())
-        if gives_rows_as_they_are(self):
+        if has_default_getitem(self):
             return row
         row["raw_prompt_ids"] = Encoded(row["raw_prompt_ids"], repr(row["raw_prompt"]))
         kwargs = {name: kwargs_in(row, name) for name in ("tools_kwargs", "interaction_kwargs")}
@@ -184,7 +184,7 @@ class RLHFDataset(Dataset):
         if not isinstance(columns, Mapping):
             raise ValueError(f"{origin} is {reprlib.repr(columns)}; a row must be a dictionary.")
         ids = given_ids(columns) if prompt_ids is None else prompt_ids
-        columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
+        columns = with_labels(rename_clashes(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None
         shows = ids is None or any(columns.get(name) is not None for name in (self.prompt_key, "raw_prompt"))
         if ids is None:
@@ -294,7 +294,7 @@ class RLHFDataset(Dataset):
         return truncate(ids, limit, self.truncation)
 
 
-def gives_rows_as_they_are(dataset: Dataset) -> bool:
+def has_default_getitem(dataset: Dataset) -> bool:
     """Says whether rows come out of a dataset as they were read, and not by a method of the user's."""
     return type(dataset).__getitem__ is RLHFDataset.__getitem__
 

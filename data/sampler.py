@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from configs.checks import no_batch
+from configs.checks import no_batch_error
 from configs.errors import ConfigError, notice
 from configs.import_utils import asked_for, bind, check_reads, load_subclass, required_arguments
 from configs.schema import DataConfig
@@ -91,7 +91,7 @@ class PlainSampler(AbstractSampler):
         return len(self.sampler)
 
 
-def hears_metrics(sampler: AbstractSampler) -> bool:
+def takes_metrics(sampler: AbstractSampler) -> bool:
     """Says whether a sampler's `update` is that of (indices, metrics), not that of (batch)."""
     signature, required = inspect.signature(sampler.update), required_arguments(sampler.update)
     if "metrics" in signature.parameters or len(required) == 2:
@@ -135,7 +135,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
         sampler = bind(sampler_class, arguments, chosen.kwargs, f"{key}={chosen.class_name}")()
         if not isinstance(sampler, AbstractSampler):
             return PlainSampler(dataset, data_config, sampler)
-        hears_metrics(sampler)  # or raises
+        takes_metrics(sampler)  # or raises
         return sampler
     for sampler_class in asked_for("sampler", data_config):
         return sampler_class(dataset, data_config, seed)
@@ -171,7 +171,7 @@ class PromptLoader:
         self.epoch = self.index = 0
         self.num_rows = len(dataset)  # as the epoch began
         if len(self) == 0:
-            raise self._no_batch()
+            raise self._no_batch_error()
         self._rest = self._positions(self.num_rows)
 
     def __len__(self) -> int:
@@ -187,7 +187,7 @@ class PromptLoader:
             self._rest = self._positions(self.num_rows)
             positions = self._take(self._rest)
         if not positions:
-            raise self._no_batch()
+            raise self._no_batch_error()
         self.index += len(positions)
         return self.batch_of(positions)
 
@@ -243,9 +243,9 @@ class PromptLoader:
         """Returns the rows at these positions as a batch."""
         return collate_fn([{**self.row(position), "dataset_position": position} for position in positions])
 
-    def _no_batch(self) -> ConfigError:
+    def _no_batch_error(self) -> ConfigError:
         rows = epoch_rows(self.dataset, self.sampler, self.left_out)
-        return no_batch(self.batch_size, rows, self.length_key)
+        return no_batch_error(self.batch_size, rows, self.length_key)
 
 
 def epoch_rows(dataset: Sized, sampler: AbstractSampler, left_out: Collection[int]) -> int:

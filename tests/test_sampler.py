@@ -18,7 +18,7 @@ from data.sampler import (
     RandomSampler,
     SequentialSampler,
     create_rl_sampler,
-    hears_metrics,
+    takes_metrics,
 )
 from training.collection import SampleMetrics, update_sampler
 
@@ -231,7 +231,7 @@ class Told(AbstractSampler):
 def heard(loader, batch, reward):
     """Tells the sampler and the dataset that the step behind `batch` is over."""
     places = batch["dataset_position"].astype(np.int64)
-    if hears_metrics(loader.sampler):
+    if takes_metrics(loader.sampler):
         loader.sampler.update(places, {"reward": np.array([reward(place) for place in places])})
     else:
         loader.sampler.update(DataProto.from_single_dict(batch))

@@ -61,7 +61,7 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvEstimatorFn:
     return ADV_ESTIMATOR_REGISTRY[name]
 
 
-def alike(first: Tensor, second: Tensor) -> Tensor:
+def is_close(first: Tensor, second: Tensor) -> Tensor:
     """Says where two scores are equal but for rounding: float32 sums of the same rewards, paid in other parts, differ
     in the last bits."""
     return (first - second).abs() <= 1e-6 * torch.maximum(first.abs(), second.abs()).clamp(min=1)
@@ -120,18 +120,18 @@ class Groups:
         return torch.where(self.count > 1, (squares / (self.count - 1).clamp(min=1)).sqrt(), 1)
 
     def differ(self, values: Tensor) -> Tensor:
-        """Says of each row whether the values of its group are other than `alike`."""
-        return ~alike(self.reduce(values, "amax"), self.reduce(values, "amin"))
+        """Says of each row whether the values of its group are other than `is_close`."""
+        return ~is_close(self.reduce(values, "amax"), self.reduce(values, "amin"))
 
-    def level(self, values: Tensor) -> Tensor:
-        """Returns the values; those `alike` to the group's largest or smallest are that one, so that ties are exact."""
+    def snap_ties(self, values: Tensor) -> Tensor:
+        """Sets values `is_close` to the group's largest or smallest to exactly that one, so that ties are exact."""
         largest, smallest = self.reduce(values, "amax"), self.reduce(values, "amin")
-        values = torch.where(alike(values, smallest), smallest, values)
-        return torch.where(alike(values, largest), largest, values)
+        values = torch.where(is_close(values, smallest), smallest, values)
+        return torch.where(is_close(values, largest), largest, values)
 
     def standardize(self, values: Tensor, epsilon: float, divide_by_std: bool) -> Tensor:
         """Returns the distance to the group's mean, over its std + `epsilon` if `divide_by_std`."""
-        values = self.level(values)
+        values = self.snap_ties(values)
         distance = values - self.mean(values)
         return distance / (self.std(values) + epsilon) if divide_by_std else distance
 
@@ -178,7 +178,7 @@ def outcome(of_rows: Callable[..., Tensor]) -> AdvEstimatorFn:
     @torch.no_grad()
     def estimate(token_level_rewards: Tensor, response_mask: Tensor, index: Labels, *args: Any, **kwargs: Any) -> Pair:
         groups = Groups(index, response_mask)
-        per_row = of_rows(groups.level(token_level_rewards.sum(-1)), groups, response_mask, *args, **kwargs)
+        per_row = of_rows(groups.snap_ties(token_level_rewards.sum(-1)), groups, response_mask, *args, **kwargs)
         advantages = spread_over_tokens(per_row, response_mask)
         return advantages, advantages
 

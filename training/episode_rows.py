@@ -16,9 +16,9 @@ from data.protocol import DataProto
 from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from training.core_algos import Groups
 
-BROUGHT = "__reward_score__"  # column [B]: the score that a row brings from its agent loop; None: it is scored as any
-# What an estimator cannot be given of an episode of several rows: each of them has a prompt of its own.
-OF_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")
+LOOP_SCORE = "__reward_score__"  # column [B]: the score that the agent loop gave a row; None: the reward scores it
+# Columns that `join` leaves out: each row of an episode has a prompt of its own.
+PROMPT_COLUMNS = ("prompts", "input_ids", "attention_mask", "position_ids")
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class EpisodeRows:
 
     Attributes:
         count: E; episodes are numbered in the order of their first rows.
-        of_row: [B] int64, the episode of each row.
+        episode_of_row: [B] int64, the episode of each row.
         last_row: [E] int64, the row in which each episode ended; an array, as a tensor of one row picks no row of an
             array but its element.
     """
@@ -39,16 +39,16 @@ class EpisodeRows:
         rows = range(len(batch))
         numbers: dict[Hashable, int] = {}
         names = batch.episode if "episode" in batch else rows
-        of_row = [numbers.setdefault(name, len(numbers)) for name in names]
-        last_row = dict(zip(of_row, rows, strict=True))  # of equal keys the last counts, at the place of the first
+        episode_of_row = [numbers.setdefault(name, len(numbers)) for name in names]
+        last_row = dict(zip(episode_of_row, rows, strict=True))  # a later row overwrites, and keeps the key's position
         self.batch = batch
         self.count = len(numbers)
-        self.of_row = torch.tensor(of_row, dtype=torch.int64)
+        self.episode_of_row = torch.tensor(episode_of_row, dtype=torch.int64)
         self.last_row = np.array([*last_row.values()], dtype=np.int64)
 
     def total(self, per_row: Tensor) -> Tensor:
         """Returns the sum over each episode's rows, [B] -> [E]."""
-        return per_row.new_zeros(self.count).index_add(0, self.of_row, per_row)
+        return per_row.new_zeros(self.count).index_add(0, self.episode_of_row, per_row)
 
     def is_complete(self) -> Tensor:
         """Marks the episodes that did not fail, [E] bool, which have a token of the policy."""
@@ -68,7 +68,7 @@ class EpisodeRows:
             return self.batch
         last_rows = self.batch.select_idxs(self.last_row)
         shape = self.batch.batch["response_mask"].shape
-        of_episodes = {name: column for name, column in last_rows.tensors.items() if name not in OF_PROMPTS}
+        of_episodes = {name: column for name, column in last_rows.tensors.items() if name not in PROMPT_COLUMNS}
         per_token = [name for name, column in of_episodes.items() if column.shape[1:] == shape[1:]]
         real, positions, width = self._layout()
         for name in per_token:
@@ -92,11 +92,11 @@ class EpisodeRows:
         width = self.batch.batch["response_mask"].shape[1]
         real = self.batch.batch["attention_mask"][:, -width:].bool()
         starts, ends = [], defaultdict(int)
-        for episode, length in zip(self.of_row.tolist(), real.sum(1).tolist(), strict=True):
+        for episode, length in zip(self.episode_of_row.tolist(), real.sum(1).tolist(), strict=True):
             starts.append(ends[episode])
             ends[episode] += length
         longest = max(1, *ends.values())
-        positions = (self.of_row * longest + torch.tensor(starts))[:, None] + real.cumsum(1) - 1
+        positions = (self.episode_of_row * longest + torch.tensor(starts))[:, None] + real.cumsum(1) - 1
         return real, positions[real], longest
 
 
@@ -105,7 +105,7 @@ def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
     failed, the mean of the prompt's samples that did not: a lone one then teaches nothing."""
     baselines, samples = EpisodeRows(greedy), EpisodeRows(batch)
     groups = Groups(batch.uid[samples.last_row], samples.is_complete()[:, None])
-    means = groups.reduce(samples.scores(), "mean")[samples.of_row].tolist()
+    means = groups.reduce(samples.scores(), "mean")[samples.episode_of_row].tolist()
     ends = zip(greedy.uid[baselines.last_row], baselines.scores().tolist(), baselines.is_complete(), strict=True)
     of_uid = {uid: score for uid, score, is_complete in ends if is_complete}
     return torch.tensor([of_uid.get(uid, mean) for uid, mean in zip(batch.uid, means, strict=True)])

@@ -84,14 +84,14 @@ class Shards:
         except FILE_ERRORS as error:
             raise unreadable(self.folder, error) from error
 
-    def whole(self) -> dict[str, Tensor]:
+    def read_all(self) -> dict[str, Tensor]:
         """Reads all tensors, whole."""
         tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype) for name, saved in self.saved.items()}
         self.fill(tensors)
         return tensors
 
 
-def once(module: nn.Module) -> dict[str, Tensor]:
+def distinct_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Maps names to the weights and kept buffers of a model, of which each rank may have a part; tied ones once."""
     names = {name for name, _ in module.named_parameters()}
     tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - names

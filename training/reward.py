@@ -31,7 +31,7 @@ from data.padding import last_token
 from data.protocol import DataProto, join_rows, object_array
 from data.rows import prompt_text
 from data.types import NotScored, Row
-from training.episode_rows import BROUGHT, EpisodeRows, describe_conversations
+from training.episode_rows import LOOP_SCORE, EpisodeRows, describe_conversations
 
 RewardManager = Callable[[DataProto], Any]
 Columns = dict[str, np.ndarray]
@@ -188,7 +188,7 @@ def add_scores(
         return batch
     config = config or ScoringConfig()  # a test may leave it out
     name, mask = reward_name(manager), batch.batch["response_mask"]
-    results = take_brought(batch) if BROUGHT in batch else [None] * len(batch)
+    results = take_loop_scores(batch) if LOOP_SCORE in batch else [None] * len(batch)
     if rows := [row for row, result in enumerate(results) if result is None]:
         view = reward_view(batch if len(rows) == len(batch) else batch.select_idxs(rows), tokenizer)
         scored = score_view(view, manager, config, mask.shape[1])
@@ -205,10 +205,10 @@ def add_scores(
     return batch
 
 
-def take_brought(batch: DataProto) -> list[Scored | None]:
+def take_loop_scores(batch: DataProto) -> list[Scored | None]:
     """Takes the scores out of `batch` that rows bring from their agent loops, with their extra info; None: not this."""
     infos = batch.non_tensor_batch.pop("reward_extra_info", [None] * len(batch))
-    pairs = zip(batch.non_tensor_batch.pop(BROUGHT), infos, strict=True)
+    pairs = zip(batch.non_tensor_batch.pop(LOOP_SCORE), infos, strict=True)
     return [None if score is None else Scored(score, info or {}) for score, info in pairs]
 
 

@@ -21,7 +21,7 @@ from training.advantage import estimator_needs
 from training.losses import TENSOR_ARGS, PolicyLoss, ReadableNamespace, get_policy_loss
 
 TEACHER_KEY = "actor_rollout_ref.ref.model"
-OF_POLICY = ("old_log_probs", "entropys", "sum_pi_squared")  # columns of the log-prob pass of the policy in training
+POLICY_COLUMNS = ("old_log_probs", "entropys", "sum_pi_squared")  # of the log-prob pass of the policy in training
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")  # of a forward pass
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
 UPDATE_COLUMNS = (*LOSS_COLUMNS, "ref_log_prob", "rollout_log_probs")
@@ -56,7 +56,7 @@ class RoleSpec:
         in_stage: whether a stage has it learn, and not the end of the step.
         stage: what `compute` is called in timing_s/; None: the name.
         like_policy: its layers are split as the policy's are, and a prompt like the row before's costs it nothing.
-        turn: when it is built: below 0 before the policy has an optimiser, above 0 when others have what they need.
+        build_order: roles are built in ascending order; below 0: before the policy has an optimiser.
         plays: says of a config whether the role plays even if nobody reads its columns.
         check: raises ConfigError for settings with which it cannot work; called where it plays, before a worker starts.
     """
@@ -74,7 +74,7 @@ class RoleSpec:
     in_stage: bool = False
     stage: str | None = None
     like_policy: bool = True
-    turn: int = 0
+    build_order: int = 0
     plays: Callable[[Config], bool] = lambda config: False
     reads: Callable[[Config], Mapping[str, Collection[str]]] = lambda config: {}
     check: Callable[[Config], None] = lambda config: None
@@ -118,13 +118,13 @@ def register_role(spec: RoleSpec) -> RoleSpec:
     return spec
 
 
-def teaches(config: Config) -> bool:
+def has_teacher(config: Config) -> bool:
     """Says whether the reference is another model than the policy."""
     return config.actor_rollout_ref.ref.model.path != config.policy_model.path
 
 
 def check_teacher(config: Config) -> None:
-    if teaches(config):
+    if has_teacher(config):
         check_same_tokens(config.policy_model, config.actor_rollout_ref.ref.model.path, f"{TEACHER_KEY}.path")
 
 
@@ -135,7 +135,7 @@ for entry in (
         section="actor_rollout_ref.actor",
         head=AutoModelForCausalLM,
         model=lambda config: {"actor_rollout_ref.model.path": config.policy_model},
-        columns=OF_POLICY,
+        columns=POLICY_COLUMNS,
         compute="compute_log_prob",
         arguments=("temperature", "columns"),
         update="update_policy",
@@ -150,7 +150,7 @@ for entry in (
         name="rollout",
         build="workers.model_worker:build_rollout",
         section="actor_rollout_ref.rollout",
-        turn=1,
+        build_order=1,
         plays=lambda config: True,
     ),
     RoleSpec(
@@ -161,7 +161,7 @@ for entry in (
         columns=("ref_log_prob",),
         compute="compute_log_prob",
         arguments=("temperature", "columns"),
-        turn=-1,
+        build_order=-1,
         check=check_teacher,
         reads=lambda config: {"compute_log_prob": ()},
     ),
@@ -230,7 +230,7 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
     for stage in stages(config):
         read |= stage.reads(config)
     read -= columns_made(config)
-    if not read.isdisjoint(OF_POLICY) and (actor.calculate_entropy or actor.entropy_coeff):
+    if not read.isdisjoint(POLICY_COLUMNS) and (actor.calculate_entropy or actor.entropy_coeff):
         read |= {"entropys"}
     return read
 

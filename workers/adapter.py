@@ -53,11 +53,11 @@ class NoAdapter:
         for name, value in model.state_dict(keep_vars=True).items():
             yield name, value.detach()
 
-    def is_own(self, name: str) -> bool:
+    def is_adapter_weight(self, name: str) -> bool:
         """Says whether a parameter of this name was added."""
         return False
 
-    def own_weights(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    def adapter_weights(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and full value of each weight that was added, as its files have it, on all ranks."""
         return iter(())
 
@@ -74,7 +74,7 @@ class NoAdapter:
         return name
 
     def save(self, model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
-        """Writes the configs of `folder`/huggingface, and beside it what `own_weights` gave."""
+        """Writes the configs of `folder`/huggingface, and beside it what `adapter_weights` gave."""
         model.save_pretrained(folder / "huggingface", state_dict={})
 
 

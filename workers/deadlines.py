@@ -38,10 +38,10 @@ def beat() -> None:
 
 def stacks() -> str:
     """Says where the threads of this process are that do something, but for the one that asks, and the main one."""
-    main, asks = threading.main_thread().ident, threading.get_ident()
+    main, caller = threading.main_thread().ident, threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != asks}
-    busy = [ident for ident, each in frames.items() if Path(each.f_code.co_filename).name not in IDLE or ident == main]
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != caller}
+    busy = [key for key, frame in frames.items() if Path(frame.f_code.co_filename).name not in IDLE or key == main]
     return "\n".join(f"{names.get(ident, ident)}:\n{stack_of(frames[ident])}" for ident in busy)
 
 
@@ -66,8 +66,8 @@ class Wait:
     does: after NOTICE_SECONDS, or twice as long as the verb took before, and whenever that time has doubled.
 
     Args:
-        places: of all ranks, as RemoteWorker.place returns them.
-        newest: returns the newest beat of a rank; None: there is none.
+        processes: of all ranks, as RemoteWorker.pid_and_host returns them.
+        newest_beat: returns the newest beat of a rank; None: there is none.
         limit: seconds until `check` gives up; None: never.
         names: of all ranks, unless their numbers say enough.
 
@@ -80,23 +80,23 @@ class Wait:
     def __init__(
         self,
         verb: str,
-        places: Sequence[tuple[int, str]],
-        newest: Callable[[int], Beat | None],
+        processes: Sequence[tuple[int, str]],
+        newest_beat: Callable[[int], Beat | None],
         limit: float | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        self.verb, self.places, self.newest, self.limit, self.names = verb, places, newest, limit, names
-        self.late: Sequence[int] = range(len(places))
+        self.verb, self.processes, self.newest_beat, self.limit, self.names = verb, processes, newest_beat, limit, names
+        self.late: Sequence[int] = range(len(processes))
         self.beats: dict[int, Beat] = {}
         self.silent, self.idle = Counter[int](), Counter[int]()
         self.over, self.began = threading.Event(), 0.0
 
     def beside(self, other: "Wait") -> "Wait":
         """Watches those of both, who wait for each other: `other`'s ranks go on after these."""
-        ends = [(wait, rank) for wait in (self, other) for rank in range(len(wait.places))]
+        ends = [(wait, rank) for wait in (self, other) for rank in range(len(wait.processes))]
         names = [f"rank {rank} in {wait.verb}" for wait, rank in ends]
-        verb, places = f"{self.verb} with {other.verb}", [*self.places, *other.places]
-        return Wait(verb, places, lambda end: ends[end][0].newest(ends[end][1]), self.limit, names)
+        verb, processes = f"{self.verb} with {other.verb}", [*self.processes, *other.processes]
+        return Wait(verb, processes, lambda end: ends[end][0].newest_beat(ends[end][1]), self.limit, names)
 
     def __enter__(self) -> Self:
         self.began = time.monotonic()
@@ -118,7 +118,7 @@ class Wait:
 
     def _look(self, seconds: float) -> None:
         for rank in self.late:
-            last, new = self.beats.get(rank), self.newest(rank)
+            last, new = self.beats.get(rank), self.newest_beat(rank)
             self.silent[rank] = self.silent[rank] + seconds if new == last else 0
             self.idle[rank] = 0 if new and (last is None or new.done > last.done) else self.idle[rank] + seconds
             if new:
@@ -135,7 +135,7 @@ class Wait:
     def __str__(self) -> str:
         """Names the late ones, the silent first, and what each does; below, where one is stuck if none is silent."""
         late = sorted(self.late, key=lambda rank: self.silent[rank] <= UNSURE_SECONDS)
-        stuck = [rank for rank in late if self.idle[rank] > UNSURE_SECONDS >= max(self.silent[one] for one in late)]
+        stuck = [rank for rank in late if self.idle[rank] > UNSURE_SECONDS >= max(self.silent[other] for other in late)]
         where = "".join(f"\n{self.name(rank).capitalize()} is here:\n{self.beats[rank].stacks}" for rank in stuck[:1])
         return ", ".join(map(self._describe, late)) + "." + where.rstrip()
 
@@ -143,9 +143,9 @@ class Wait:
         return self.names[rank] if self.names else f"rank {rank}"
 
     def _describe(self, rank: int) -> str:
-        if rank >= len(self.places):
+        if rank >= len(self.processes):
             return f"{self.name(rank)} (has not started yet: on a busy machine or disk that takes minutes)"
-        text = f"{self.name(rank)} ({state_of(*self.places[rank])}"
+        text = f"{self.name(rank)} ({describe_process(*self.processes[rank])}"
         silent, idle = self.silent[rank], self.idle[rank]
         if silent > UNSURE_SECONDS:
             return f"{text}; says nothing for {silent:.0f} s: stopped, swapped out, or its machine is gone)"
@@ -157,7 +157,7 @@ def own_beat(rank: int = 0) -> Beat:
     return Beat(time.monotonic(), Progress.done, stacks())
 
 
-def state_of(pid: int, host: str = "") -> str:
+def describe_process(pid: int, host: str = "") -> str:
     """Names a process, and says what the kernel of this machine does of it: running, sleeping, stopped …"""
     status = Path(f"/proc/{pid}/status")
     if host or not status.exists():

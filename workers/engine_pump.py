@@ -24,10 +24,10 @@ class EngineError(RuntimeError):
 
 @dataclass
 class Client:
-    """A client that waits for the completion `done` of its request, a turn of `episode`."""
+    """A client that waits for the completion of its request, a turn of `episode`."""
 
     request: Request
-    done: asyncio.Future[Completion]
+    future: asyncio.Future[Completion]
     episode: Hashable | None = None
 
 
@@ -40,7 +40,7 @@ class Step:
 
 
 class CallingThread(Executor):
-    """Runs what others submit in the thread that calls `run_until`, one after the other."""
+    """Runs submitted calls one after the other, in the thread that calls `run_until`."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
@@ -50,14 +50,14 @@ class CallingThread(Executor):
         self.calls.put((future, lambda: fn(*args, **kwargs)))
         return future
 
-    def run_until(self, done: Future) -> Any:
-        """Returns the result of `done`; what is submitted meanwhile is run, and what that raises ends the wait."""
-        done.add_done_callback(lambda _: self.calls.put(None))
+    def run_until(self, awaited: Future) -> Any:
+        """Runs submitted calls until `awaited` is done, and returns its result; an error of a call ends the wait."""
+        awaited.add_done_callback(lambda _: self.calls.put(None))
         while (call := self.calls.get()) is not None:
             future, function = call
             if future.set_running_or_notify_cancel():
                 future.set_result(function())
-        return done.result()
+        return awaited.result()
 
 
 class AsyncEngine:
@@ -98,7 +98,7 @@ class AsyncEngine:
         self.joining.append(request)
         self._wake()
         try:
-            return await client.done
+            return await client.future
         finally:
             if self.clients.pop(request.id, None):  # it is still in the engine, or on its way there
                 self.leaving.append(request.id)
@@ -153,26 +153,26 @@ class AsyncEngine:
             self.engine.forget(ended)
             finished = self.engine.step() if self.engine.has_unfinished_requests() else []
             beat()
-            for done in finished:
-                if client := self.clients.get(done.id):
-                    self.engine.check_completion(client.request, done)
+            for completion in finished:
+                if client := self.clients.get(completion.id):
+                    self.engine.check_completion(client.request, completion)
             return Step(refused, finished)
 
     def _deliver(self, step: Step) -> None:
         """Hands out what a step brought; those who have left meanwhile get nothing."""
         for number, error in step.refused:
             if client := self._pop_waiting(number):
-                client.done.set_exception(error)
-        for done in step.finished:
-            if client := self._pop_waiting(done.id):
+                client.future.set_exception(error)
+        for completion in step.finished:
+            if client := self._pop_waiting(completion.id):
                 if client.episode is not None:
                     self.between_turns.add(client.episode)
                     self.all_back.clear()
-                client.done.set_result(done)
+                client.future.set_result(completion)
 
     def _pop_waiting(self, number: int) -> Client | None:
         client = self.clients.pop(number, None)
-        return None if client is None or client.done.done() else client  # it may just have been cancelled
+        return None if client is None or client.future.done() else client  # it may just have been cancelled
 
     def _on_pump_end(self, pumping: asyncio.Task) -> None:
         """Starts again if requests came meanwhile; if the engine raised, tells every client, and has it forget them."""
@@ -187,4 +187,4 @@ class AsyncEngine:
         self.leaving += self.clients
         self.joining = []
         for client in filter(None, map(self._pop_waiting, [*self.clients])):
-            client.done.set_exception(EngineError(f"the engine raised {type(error).__name__}: {error}"))
+            client.future.set_exception(EngineError(f"the engine raised {type(error).__name__}: {error}"))

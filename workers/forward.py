@@ -23,7 +23,7 @@ class Forward:
     def start_process(self) -> None:
         """Sets up a process that is ours alone, before anything is loaded."""
 
-    def give_back_memory(self) -> None:
+    def release_memory(self) -> None:
         """Gives back what loading has left behind."""
 
     def prepare(self, model: PreTrainedModel) -> Callable[..., Any] | None:

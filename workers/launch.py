@@ -85,7 +85,7 @@ class Launch:
                 reward=parts.reward,
                 train_loader=parts.train_loader,
                 val_loader=parts.val_loader,
-                game=parts.game,
+                env_setup=parts.env_setup,
                 total_steps=parts.total_steps,
             )
             self.trainer.began = parts.began

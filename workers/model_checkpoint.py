@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from configs.errors import ConfigError
 from data.seeding import rng_state, set_rng_state
 from training.checkpoint import SUMS_FILE, check_sums, read_part
-from training.model_shards import MODEL, MOMENTS, Shards, once, save_shards, write_pretrained
+from training.model_shards import MODEL, MOMENTS, Shards, distinct_tensors, save_shards, write_pretrained
 from workers.collectives import group_size, new_group, rank
 from workers.deadlines import beat
 
@@ -64,7 +64,7 @@ class ModelCheckpoint:
             parts[MODEL] = weights_of(self.module)
         if "optimizer" in contents:
             parts[MOMENTS] = moments_of(self.module, self.optimizer)
-        adapter = dict(self.module.adapter.own_weights(self.module))
+        adapter = dict(self.module.adapter.adapter_weights(self.module))
         exported = self._exported() if "hf_model" in contents else iter(())
         if background and contents:
             if group_size() > 1 and self.group is None:
@@ -93,7 +93,7 @@ class ModelCheckpoint:
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights of huggingface/ on the first rank, tied ones once, and nothing on others, which gather."""
-        tied = {*self.module.state_dict()} - {*once(self.module)}
+        tied = {*self.module.state_dict()} - {*distinct_tensors(self.module)}
         for name, weight in self.weights():
             if rank() == 0 and name not in tied:
                 yield name, weight
@@ -143,9 +143,9 @@ def write(
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Maps names to what a checkpoint holds of a model: `once` but for frozen weights, which the model's folder has."""
+    """Returns the `distinct_tensors` of a model without frozen weights, which the model's own folder has."""
     frozen = {name for name, weight in module.named_parameters() if not weight.requires_grad}
-    return {name: value for name, value in once(module).items() if name not in frozen}
+    return {name: value for name, value in distinct_tensors(module).items() if name not in frozen}
 
 
 def moments_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ class Replicas:
 
     # It computes.
 
-    def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
+    def on_device(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
         """Returns the block in which `model` computes, and its weights are read and written; blocks may nest."""
         return nullcontext
 
@@ -79,7 +79,7 @@ class Replicas:
         """Says whether weights that a forward has used are the same tensors in the next."""
         return True
 
-    def whole(self, model: nn.Module) -> AbstractContextManager:
+    def full_weights(self, model: nn.Module) -> AbstractContextManager:
         """Holds all of `model` in every worker for the block, in which their numbers of forwards may differ."""
         return nullcontext()
 

@@ -57,13 +57,13 @@ class WeightSync:
             engine.load_weights(policy.weights(), version)
             return metrics
         self.sent = {}
-        with policy.at_work():
+        with policy.on_device():
             problems = self.hand_over(version)
         if draws_probe:
             with ExitStack() as contexts:
                 if not engine.own_weights:
-                    contexts.enter_context(policy.at_work())
-                    contexts.enter_context(policy.parallel.whole(policy.module))
+                    contexts.enter_context(policy.on_device())
+                    contexts.enter_context(policy.parallel.full_weights(policy.module))
                 contexts.enter_context(policy.autocast())
                 probe = draw_probe(engine, policy.module.config.get_text_config().vocab_size)
             probe, scored = score_probe(policy, probe)
@@ -82,16 +82,16 @@ class WeightSync:
         engine, module, adapter, expected = self.engine, self.policy.module, self.policy.adapter, set()
         adds = engine.takes_adapter
         if not adds or engine.lost_weights:
-            engine.load_weights(self.passing(self.policy.weights(merged=not adds)), version)
+            engine.load_weights(self.record_sent(self.policy.weights(merged=not adds)), version)
             if engine.own_weights:
                 expected |= revert_weight_conversion(module, empty_weights(module)).keys()
         if adds:
-            engine.load_adapter(self.passing(adapter.own_weights(module)), version)
-            expected |= {adapter.saved_name(name) for name, _ in module.named_parameters() if adapter.is_own(name)}
+            engine.load_adapter(self.record_sent(adapter.adapter_weights(module)), version)
+            expected |= {*map(adapter.saved_name, filter(adapter.is_adapter_weight, dict(module.named_parameters())))}
         missing = sorted(expected.difference(self.sent))
-        return [f"it was never handed {in_short(missing)}"] if missing else []
+        return [f"it was never handed {first_names(missing)}"] if missing else []
 
-    def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def record_sent(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the `weights`, each noted as it is taken."""
         for name, tensor in weights:
             self.sent[name] = tensor.nbytes
@@ -152,6 +152,6 @@ def largest_distance(probe: DataProto, scored: Tensor) -> float:
     return ((probe.batch["rollout_log_probs"] - scored) * probe.batch["response_mask"]).abs().max().item()
 
 
-def in_short(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     hidden = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {hidden} more" if hidden > 0 else "")

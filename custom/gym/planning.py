@@ -50,7 +50,7 @@ def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
     return paths
 
 
-def useful_ways(table: Table, best: np.ndarray, start: int) -> list[tuple[int, ...]] | None:
+def decisive_paths(table: Table, best: np.ndarray, start: int) -> list[tuple[int, ...]] | None:
     """Lists the shortest paths to states in which some action is better than another; None: a transition is random."""
     paths = shortest_paths(table, start)
     return [path for state, path in paths.items() if not best[state].all()] if paths else None

@@ -69,7 +69,7 @@ def test_hooks_are_called_of_a_class_that_was_derived_from_ours(name, prompts, t
     assert [row["raw_prompt"] for row in made] == prompts
     assert [text(tokenizer, row["raw_prompt_ids"]) for row in made] == prompts, "as it is measured, so it is given out"
     assert isinstance(made, RLHFDataset) and not issubclass(module.Plain, RLHFDataset)
-    assert rl_dataset.gives_rows_as_they_are(made)
+    assert rl_dataset.has_default_getitem(made)
     assert pickle.loads(pickle.dumps(type(made))) is type(made) is getattr(module, name)
 
 
