@@ -80,20 +80,20 @@ class RLHFDataset(Dataset):
 
     Args:
         data_files: one path or several (see `read_rows`); None: no rows are read.
-        tokenizer: None: rows have no tokens until `settle`, and none are read from files.
+        tokenizer: None: rows have no tokens until `setup`, and none are read from files.
         config: the data section; a mapping, as verl has it, is read by extras/verl.
         processor: kept for subclasses; not used here.
         max_samples: use at most so many rows, drawn by data.seed if data.shuffle, else the first; -1: all.
 
     Attributes:
         rows, prompt_ids: those that are used, and their prompts' tokens (int32: a ninth of what lists take).
-        is_settled: whether it has a tokenizer and a data section; a run settles one that lacks either.
+        is_set_up: whether it has a tokenizer and a data section; a run sets up one that lacks either.
 
     Raises:
         FileNotFoundError, ValueError: names file, row and remedy, for whatever makes rows unusable.
     """
 
-    is_settled, calls_hooks, tokenizer = False, False, None  # also of a class whose __init__ does not call this one
+    is_set_up, calls_hooks, tokenizer = False, False, None  # also of a class whose __init__ does not call this one
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Makes a class that defines hooks of verl's a subclass of extras/verl's, as this one calls none."""
@@ -113,7 +113,7 @@ class RLHFDataset(Dataset):
         max_samples: int = -1,
     ) -> None:
         self.processor, self.max_samples = processor, max_samples
-        RLHFDataset.settle(self, tokenizer, config)
+        RLHFDataset.setup(self, tokenizer, config)
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files or [])
         self.num_filtered = 0
         self.unread: list[BadRow] = []
@@ -124,10 +124,10 @@ class RLHFDataset(Dataset):
                 raise ValueError(f"{type(self).__name__}: rows of files are tokenised at once, so give a tokenizer.")
             self._load(data_files)
 
-    def settle(self, tokenizer: PreTrainedTokenizerBase | None, config: DataConfig | Mapping[str, Any] | None) -> None:
+    def setup(self, tokenizer: PreTrainedTokenizerBase | None, config: DataConfig | Mapping[str, Any] | None) -> None:
         """Takes the tokenizer and the data section by which rows are made."""
         config = find("dataset", "verl").as_data_config(config) if isinstance(config, Mapping) else config
-        self.is_settled = tokenizer is not None and config is not None
+        self.is_set_up = tokenizer is not None and config is not None
         self.tokenizer, self.config = tokenizer, config or DataConfig()
         self.images = tokenizer and vars(tokenizer).get("images")  # who reads them; None: the model reads text alone
         self.prompt_key, self.max_prompt_length = self.config.prompt_key, self.config.max_prompt_length

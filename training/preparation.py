@@ -139,8 +139,8 @@ def usable_rows(plan: Plan, dataset: Dataset, key: str) -> tuple[frozenset[int],
     if isinstance(dataset, DataLoader):
         settings = "data.train_batch_size and data.shuffle say how its rows are drawn"
         raise ConfigError(f"a DataLoader is given for {key}: give its `dataset`; {settings}.", key)
-    if isinstance(dataset, RLHFDataset) and not dataset.is_settled:
-        dataset.settle(dataset.tokenizer or plan.tokenizer, plan.data)
+    if isinstance(dataset, RLHFDataset) and not dataset.is_set_up:
+        dataset.setup(dataset.tokenizer or plan.tokenizer, plan.data)
     name, files = type(dataset).__name__, plan.data[key.removeprefix("data.")]
     if not isinstance(dataset, Sized):
         raise ConfigError(f"{key}={files}: {name} has no __len__: define it, to return the number of rows.")

@@ -62,7 +62,7 @@ class Replicas:
         """Gives `model` a method that computes by its weights."""
         setattr(model, name, method)
 
-    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
+    def set_gather_dtype(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
         """Chooses, once `model` computes, what depends on a trial of it: `problem` says what is wrong now; without a
         trial as `sibling`, a model of the same weights, has chosen."""
 

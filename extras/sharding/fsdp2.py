@@ -105,7 +105,7 @@ class Sharding(Replicas):
         setattr(model, name, method)
         register_fsdp_forward_method(model, name)  # it gathers weights, as the forward does
 
-    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
+    def set_gather_dtype(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
         """Has weights gathered in `param_dtype`, if with them it scores as where only products round them."""
         if sibling is not None:
             gather_as(model, sibling.param_dtype)
@@ -122,10 +122,10 @@ class Sharding(Replicas):
             gather_as(model, torch.float32)
 
     def on_device(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
-        return partial(self._at_work, model)
+        return partial(self._on_device, model)
 
     @contextmanager
-    def _at_work(self, model: nn.Module) -> Iterator[None]:
+    def _on_device(self, model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:

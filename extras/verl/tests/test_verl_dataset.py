@@ -84,7 +84,7 @@ def test_a_hook_of_a_data_set_of_states_is_called(tokenizer):
 
 def test_our_class_shows_its_rows_and_reads_a_mapping_as_verls_does(tmp_path, tokenizer):
     rows = rl_dataset.RLHFDataset(write(tmp_path / "rows.jsonl", [{"prompt": "ab"}] * 2), tokenizer, {"mine": 1})
-    assert rows.dataframe["prompt"] == ["ab"] * 2 and rows.config.mine == 1 and rows.is_settled
+    assert rows.dataframe["prompt"] == ["ab"] * 2 and rows.config.mine == 1 and rows.is_set_up
 
 
 def test_the_frame_of_rows_does_as_verls_data_sets_do_and_may_be_exchanged(tmp_path, tokenizer):
