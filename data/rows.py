@@ -155,7 +155,7 @@ def standard_names(row: Row) -> Row:
 
 
 def rename_clashes(row: Row) -> Row:
-    """Returns `row` with those of its columns that are called like one of `RUN_COLUMNS` under the name dataset_…."""
+    """Returns `row`; its columns that are called like one of `RUN_COLUMNS` get the prefix dataset_."""
     clashing = row.keys() & RUN_COLUMNS
     for name in sorted(clashing):
         notice_once(f"the run has a column {name!r} itself: that of the data is called 'dataset_{name}' in batches.")

@@ -1,7 +1,7 @@
-"""Watches those that a call waits for: whether they say nothing, get no further, or are only slow.
+"""Watches the workers that a call waits for: whether they are silent, stuck, or only slow.
 
-A worker's process counts the pieces of its work by `beat`. Whoever waits for it (`Wait`) looks every BEAT_SECONDS at
-the newest `Beat` that is heard of it.
+A worker's process counts its work by `beat`. The process that waits (`Wait`) reads the worker's newest `Beat` every
+BEAT_SECONDS.
 """
 
 import re
@@ -18,11 +18,11 @@ from typing import NamedTuple, Self
 from configs.errors import notice
 from training.roles import WorkerLost
 
-NOTICE_SECONDS = 60.0  # of waiting until a notice says for whom; the next ones come after twice as long each
+NOTICE_SECONDS = 60.0  # of waiting until a notice names the late workers; doubles after each notice
 BEAT_SECONDS = 2.0  # between two beats of a worker, and between two looks at them
-UNSURE_SECONDS = 5 * BEAT_SECONDS  # for which it may only be late
-longest: dict[str, float] = {}  # seconds that a verb has taken so far
-IDLE = ("threading.py", "selectors.py", "queue.py", "thread.py")  # where threads wait that have nothing to do
+UNSURE_SECONDS = 5 * BEAT_SECONDS  # a worker silent for less may only be late
+longest: dict[str, float] = {}  # seconds that the longest call of a verb has taken so far
+IDLE = ("threading.py", "selectors.py", "queue.py", "thread.py")  # where idle threads wait
 
 
 class Progress:
@@ -37,7 +37,7 @@ def beat() -> None:
 
 
 def stacks() -> str:
-    """Says where the threads of this process are that do something, but for the one that asks, and the main one."""
+    """Returns the stacks of the main thread and of all busy threads of this process, without the caller's."""
     main, caller = threading.main_thread().ident, threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != caller}
@@ -48,13 +48,13 @@ def stacks() -> str:
 def stack_of(frame: FrameType) -> str:
     try:
         return "".join(traceback.format_stack(frame))
-    except AttributeError:  # the thread ran on meanwhile, and its frames are others' by now
+    except AttributeError:  # the thread ran on, and the frame is gone
         return "  (it runs)\n"
 
 
 class Beat(NamedTuple):
-    """The newest that is heard of a worker's process: the number of this beat, how much it has `done`, and where
-    its threads are if that was no more than at the beat before."""
+    """A sign of life of a worker's process: a number that grows, how much it has `done`, and its threads' stacks if it
+    has done nothing since the last beat."""
 
     number: float
     done: int
@@ -62,19 +62,19 @@ class Beat(NamedTuple):
 
 
 class Wait:
-    """Watches, while the context is open, those that a call waits for. Notices say who has not come back, and what it
-    does: after NOTICE_SECONDS, or twice as long as the verb took before, and whenever that time has doubled.
+    """Watches, while the context is open, the ranks that a call waits for. Notices name the late ones and what they do:
+    after NOTICE_SECONDS, or twice the verb's longest time so far, and each time that this has doubled.
 
     Args:
-        processes: of all ranks, as RemoteWorker.pid_and_host returns them.
+        processes: of all ranks, by RemoteWorker.pid_and_host.
         newest_beat: returns the newest beat of a rank; None: there is none.
         limit: seconds until `check` gives up; None: never.
         names: of all ranks, unless their numbers say enough.
 
     Attributes:
         late: ranks that have not come back.
-        silent, idle: seconds for which nothing was heard of a rank, or nothing new that it has done. Only seconds in
-            which this process looked: it may have been stopped itself.
+        silent, idle: seconds for which a rank sent no beat, or did nothing new. Only seconds in which this process
+            looked count: it may have been stopped itself.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Wait:
         self.over, self.began = threading.Event(), 0.0
 
     def beside(self, other: "Wait") -> "Wait":
-        """Watches those of both, who wait for each other: `other`'s ranks go on after these."""
+        """Returns a Wait for both calls, which wait for each other; the ranks of `other` are numbered after these."""
         ends = [(wait, rank) for wait in (self, other) for rank in range(len(wait.processes))]
         names = [f"rank {rank} in {wait.verb}" for wait, rank in ends]
         verb, processes = f"{self.verb} with {other.verb}", [*self.processes, *other.processes]
@@ -125,7 +125,7 @@ class Wait:
                 self.beats[rank] = new
 
     def check(self) -> None:
-        """Raises WorkerLost if a late rank is silent for `limit` seconds, or all are idle: some may wait for one."""
+        """Raises WorkerLost if a late rank is silent, or all of them are idle, for `limit` seconds."""
         if self.limit is None or not self.late:
             return
         silent, idle = ([seconds[rank] for rank in self.late] for seconds in (self.silent, self.idle))
@@ -133,7 +133,7 @@ class Wait:
             raise WorkerLost(f"{self.verb} gets no further for trainer.stall_timeout={self.limit:g} s, by {self}")
 
     def __str__(self) -> str:
-        """Names the late ones, the silent first, and what each does; below, where one is stuck if none is silent."""
+        """Names the late ranks, silent ones first, and what each does; if none is silent, adds a stuck one's stacks."""
         late = sorted(self.late, key=lambda rank: self.silent[rank] <= UNSURE_SECONDS)
         stuck = [rank for rank in late if self.idle[rank] > UNSURE_SECONDS >= max(self.silent[other] for other in late)]
         where = "".join(f"\n{self.name(rank).capitalize()} is here:\n{self.beats[rank].stacks}" for rank in stuck[:1])
@@ -158,7 +158,7 @@ def own_beat(rank: int = 0) -> Beat:
 
 
 def describe_process(pid: int, host: str = "") -> str:
-    """Names a process, and says what the kernel of this machine does of it: running, sleeping, stopped …"""
+    """Names a process, and its state by this machine's kernel: running, sleeping, stopped …"""
     status = Path(f"/proc/{pid}/status")
     if host or not status.exists():
         return f"pid {pid}{host and f' on {host}'}"

@@ -212,7 +212,7 @@ def test_weights_of_another_model_are_named_with_both_shapes(saved, wide_headed_
     shards = Shards(saved / "model")
     with pytest.raises(ValueError, match=r"the run's model has no model\..* and \d+ more"):
         shards.fill(tensors)
-    with pytest.raises(ValueError, match=r"norm.weight is of shape \(32,\) there, and of \(7,\) in this run"):
+    with pytest.raises(ValueError, match=r"norm.weight has shape \(32,\) in the checkpoint, and \(7,\) in this run"):
         shards.fill({name: torch.ones(shape) for name, shape in shards.shapes.items()} | tensors)
 
 
