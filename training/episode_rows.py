@@ -101,8 +101,8 @@ class EpisodeRows:
 
 
 def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
-    """Returns ReMax's baselines, [B] float32: the score of the prompt's episode in `greedy`; if it failed, the mean of the
-    prompt's samples that did not fail (a single sample then has advantage 0)."""
+    """Returns ReMax's baselines, [B] float32: the score of the prompt's episode in `greedy`; if it failed, the mean of
+    the prompt's samples that did not fail (a single sample then has advantage 0)."""
     baselines, samples = EpisodeRows(greedy), EpisodeRows(batch)
     groups = Groups(batch.uid[samples.last_row], samples.is_complete()[:, None])
     means = groups.reduce(samples.scores(), "mean")[samples.episode_of_row].tolist()
