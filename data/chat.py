@@ -322,9 +322,9 @@ class ChatFormat:
         """Counts the tokens at the start of `ids` that end a turn: white space, the template's token, `stop_ids`."""
         count = 0
         for end in dict.fromkeys((self.terminator, *stop_ids)):
-            place = ids.index(end, count) if end in ids[count:] else len(ids)
-            if place < len(ids) and not self.tokenizer.decode(ids[count:place]).strip():
-                count = place + 1
+            position = ids.index(end, count) if end in ids[count:] else len(ids)
+            if position < len(ids) and not self.tokenizer.decode(ids[count:position]).strip():
+                count = position + 1
         return count
 
     def increment_text(self, messages: list[Message], calls: Sequence[Any] = ()) -> str:
@@ -349,14 +349,14 @@ class ChatFormat:
         """Returns what `_behind` does, for templates that take a result only behind a call of its tool: with such a
         call before each; the end is a text."""
         with suppress(ValueError, TypeError, TemplateError):
-            answer, told = turn_of_results(messages, names)
-            text = self._text_behind(answer, told)
+            answer, results = turn_of_results(messages, names)
+            text = self._text_behind(answer, results)
             alone = self.render([*START, answer], generation_prompt=False).partition(ANSWER)[2]
             marks = special_tokens(self.tokenizer).finditer(text)
             if ends := [mark for mark in marks if alone.startswith(text[: mark.end()])]:
                 return text[ends[-1].start() :], ends[-1][0]
         if len(names) > 1:  # gpt-oss's template has one call in a message
-            cut = [place for place, message in enumerate(messages) if message["role"] == "tool"][1]
+            cut = [index for index, message in enumerate(messages) if message["role"] == "tool"][1]
             first, rest = self._behind_calls(messages[:cut], names[:1]), self._behind_calls(messages[cut:], names[1:])
             if first and rest:
                 opening = self.render(START, True).removeprefix(self.render(START, False))
@@ -400,19 +400,19 @@ def messages_named(messages: list[Message]) -> str:
 
 def names_of_results(messages: list[Message], calls: Sequence[Any]) -> list[str]:
     """Returns the names of the tools whose results are in `messages`, as these say or the calls do."""
-    names = {call.get("id", place): call.get("function", call)["name"] for place, call in enumerate(calls)}
+    names = {call.get("id", index): call.get("function", call)["name"] for index, call in enumerate(calls)}
     results = enumerate(message for message in messages if message["role"] == "tool")
-    return [each.get("name") or names.get(each.get("tool_call_id") or place, "tool") for place, each in results]
+    return [result.get("name") or names.get(result.get("tool_call_id") or index, "tool") for index, result in results]
 
 
 def turn_of_results(messages: list[Message], names: list[str]) -> tuple[Message, list[Message]]:
     """Returns an assistant's message that calls the tools of these names, and the messages with their results behind
     it; the ANSWER is in the last call's arguments."""
     results = [message for message in messages if message["role"] == "tool"]
-    ids = [result.get("tool_call_id") or f"{place:09}" for place, result in enumerate(results)]  # Mistral's have 9
-    each_id = iter(ids)
-    told = [each | {"tool_call_id": next(each_id)} if each["role"] == "tool" else each for each in messages]
+    ids = [result.get("tool_call_id") or f"{index:09}" for index, result in enumerate(results)]  # Mistral's have 9
+    next_id = iter(ids)
+    messages = [item | {"tool_call_id": next(next_id)} if item["role"] == "tool" else item for item in messages]
     functions = [{"name": name, "arguments": {}} for name in names]
     functions[-1]["arguments"] = {ANSWER: 0}
-    calls = [{"id": one, "type": "function", "function": each} for one, each in zip(ids, functions, strict=True)]
-    return {"role": "assistant", "content": "", "tool_calls": calls}, told
+    calls = [{"id": id, "type": "function", "function": call} for id, call in zip(ids, functions, strict=True)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}, messages

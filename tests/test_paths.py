@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.import_utils import load_module
-from configs.paths import ROOT, check_model_path, find_path, home_spelt_out, most_rows, source_files
+from configs.paths import ROOT, check_model_path, expand_home, find_path, row_bound, source_files
 from data.rows import read_rows
 
 # Runs each file as `python FILE --help` from elsewhere would, in one process: only its own folder is on the path.
@@ -61,8 +61,8 @@ def test_a_shipped_model_is_found_from_elsewhere(tmp_path, monkeypatch):
 
 def test_home_is_spelt_out_at_the_start_of_a_path_alone():
     home = str(Path.home())
-    assert home_spelt_out("~/a") == f"{home}/a" and home_spelt_out(["~/a", "b~/c"]) == [f"{home}/a", "b~/c"]
-    assert home_spelt_out("a~b") == "a~b" and home_spelt_out(None) is None and home_spelt_out("~a") == "~a"
+    assert expand_home("~/a") == f"{home}/a" and expand_home(["~/a", "b~/c"]) == [f"{home}/a", "b~/c"]
+    assert expand_home("a~b") == "a~b" and expand_home(None) is None and expand_home("~a") == "~a"
 
 
 def test_scripts_run_as_files_from_anywhere_as_they_do_as_modules(tmp_path):
@@ -135,7 +135,7 @@ def test_a_file_has_no_more_rows_than_are_counted_without_parsing_it(tmp_path_fa
             )
         case _:
             file.write_text(("\n \n" * kind.startswith("s") or "\n").join(map(json.dumps, rows)))
-    counted = most_rows(file, enough)
+    counted = row_bound(file, enough)
     assert counted >= min(len(read_rows(file)), enough)
     if not any(set("{\n\r") & set(text) for text in texts):
         assert counted == len(rows) or counted >= enough
@@ -144,4 +144,4 @@ def test_a_file_has_no_more_rows_than_are_counted_without_parsing_it(tmp_path_fa
 def test_rows_of_files_that_others_read_are_not_counted(tmp_path):
     for name in ("rows.jsonl.gz", "state.json", "rows.tsv", "broken.parquet"):
         (tmp_path / name).write_text("{}")
-        assert most_rows(tmp_path / name, 9) == math.inf
+        assert row_bound(tmp_path / name, 9) == math.inf

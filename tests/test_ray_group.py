@@ -156,7 +156,7 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
     assert "critic/vf_loss" in local[3], "the estimator asks for values, so there is a critic"
     for role in ("actor", "critic"):
         one, other = (
-            Shards(tmp_path / executor / "global_step_3" / role / "model").whole() for executor in ("local", "ray")
+            Shards(tmp_path / executor / "global_step_3" / role / "model").read_all() for executor in ("local", "ray")
         )
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -205,7 +205,7 @@ def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, rewa
     group = RayWorkerGroup(Resources.from_config(two.trainer), InspectedWorker, two, 5, ["actor"])
     try:
         group.submit("actor", "load", [(saved / "actor",)] * 2).result()
-        saved_sum = weight_sum(Shards(saved / "actor/model").whole())
+        saved_sum = weight_sum(Shards(saved / "actor/model").read_all())
         assert group.submit("inspector", "weight_sum", [()] * 2).result() == [saved_sum] * 2
     finally:
         group.close()
@@ -243,7 +243,7 @@ def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(cluster
     made = RayWorkerGroup(Resources(workers, threads=1, gpus=0), EchoWorker)
     capfd.readouterr()
     try:
-        pid = made.places[-1][0]
+        pid = made.processes[-1][0]
         os.kill(pid, signal.SIGSTOP)
         Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
         made.submit("echo", "hear", [("a",)] * workers).result()
@@ -271,7 +271,7 @@ def test_a_worker_that_gets_no_further_ends_the_run_and_one_that_is_slow_does_no
         with pytest.raises(WorkerError, match=stuck) as failure:
             made.submit("echo", "sleep", [(30.0,), (0.0,)]).result()
         assert isinstance(failure.value, MayPass) and "in sleep\n" in str(failure.value), "which may be started again"
-        os.kill(pid := made.places[1][0], signal.SIGSTOP)
+        os.kill(pid := made.processes[1][0], signal.SIGSTOP)
         with pytest.raises(WorkerError, match=rf"echo.hear .* rank 1 \(pid {pid}, stopped; says nothing for \d+ s"):
             made.submit("echo", "hear", [("a",)] * 2).result()
     finally:
@@ -283,7 +283,7 @@ def test_of_two_groups_that_wait_for_each_other_the_silent_end_is_named_first(cl
     monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
     ends = [RayWorkerGroup(Resources(1, threads=1, gpus=0), EchoWorker, stall_timeout=6.0) for _ in range(2)]
     try:
-        os.kill(pid := ends[1].places[0][0], signal.SIGSTOP)
+        os.kill(pid := ends[1].processes[0][0], signal.SIGSTOP)
         waits, silent = ends[0].submit("echo", "sleep", [(30.0,)]), ends[1].submit("echo", "draw", [()])
         words = rf"by rank 0 in echo.draw \(pid {pid}, stopped; .*\), rank 0 in echo.sleep \(.* without progress"
         with pytest.raises(WorkerError, match=words):
@@ -314,7 +314,7 @@ def test_what_others_wait_for_may_be_slow_but_not_silent():
         wait.check()
     wait.late = [0, 2]
     assert "is here" not in str(wait), "the first may wait for the silent one"
-    wait.places = wait.places[:2]
+    wait.processes = wait.processes[:2]
     assert "rank 2 (has not started yet" in str(wait), "a process that still imports is no machine that is gone"
 
 

@@ -102,7 +102,7 @@ def test_an_engine_that_draws_from_the_global_generators_draws_otherwise_on_each
             torch.rand(1)
 
     of_weights = {"weights": list, "parallel": Replicas(), "adapter": NoAdapter()}
-    policy = SimpleNamespace(module=torch.nn.Linear(1, 1), at_work=nullcontext, autocast=nullcontext, **of_weights)
+    policy = SimpleNamespace(module=torch.nn.Linear(1, 1), on_device=nullcontext, autocast=nullcontext, **of_weights)
     engine, prompts = made(Drawing, tokenizer), {"raw_prompt_ids": [[9]] * 4}
     worker = ColocatedRollout(Config(), tokenizer, engine, policy)
     role = RolloutRole(Mock(size=2), ROLES["rollout"])

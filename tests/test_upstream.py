@@ -129,9 +129,9 @@ def part_of_torch_2_11(monkeypatch: pytest.MonkeyPatch, group: SimpleNamespace |
 
 def test_the_groups_of_a_part_are_a_list_in_every_version(monkeypatch):
     part = part_of_torch_2_11(monkeypatch, None)
-    assert upstream.state_of(part)[1] == []
+    assert upstream.fsdp_state(part)[1] == []
     group = SimpleNamespace()
-    assert upstream.state_of(part_of_torch_2_11(monkeypatch, group))[1] == [group]
+    assert upstream.fsdp_state(part_of_torch_2_11(monkeypatch, group))[1] == [group]
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
 def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_headed_model: Path, monkeypatch):
     """The frozen model is sent once, the adapter at every sync."""
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model), lora_rank=4, lora_alpha=3))
-    weights = [weight for name, weight in model.named_parameters() if model.adapter.is_own(name)]
+    weights = [weight for name, weight in model.named_parameters() if model.adapter.is_adapter_weight(name)]
     policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
     engine = engine_of(model, load_lora="adapter")
     rollout = ColocatedRollout(compose(), Mock(), engine, policy)
@@ -253,7 +253,8 @@ def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_hea
                 weight.add_(std * torch.randn_like(weight))
         rollout.update_weights(version)
         assert probe_distance(engine, policy) < 1e-5 and rollout.sync.is_comparable
-    load_adapter, old = engine.load_adapter, {name: weight.clone() for name, weight in model.adapter.own_weights(model)}
+    load_adapter = engine.load_adapter
+    old = {name: weight.clone() for name, weight in model.adapter.adapter_weights(model)}
     kept = next(name for name in old if "1.mlp.down_proj.lora_B" in name)
 
     def withhold(new: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from data.protocol import DataProto
-from data.sampler import Dynamic, PromptLoader, hears_metrics
+from data.sampler import Dynamic, PromptLoader, takes_metrics
 from training.episode_rows import EpisodeRows
 
 LATER = ("advantages", "returns")  # computed after rows were left out
@@ -24,7 +24,7 @@ def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto |
     each (`SampleMetrics`). A dataset that has `on_batch_end` is called as `on_batch_end(batch)`.
     """
     rows = with_left_out(batch, left_out)
-    if hears_metrics(loader.sampler):
+    if takes_metrics(loader.sampler):
         episodes = EpisodeRows(rows)
         is_complete = episodes.is_complete().numpy()
         positions = rows.dataset_position[episodes.last_row][is_complete].astype(np.int64)

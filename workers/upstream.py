@@ -1,5 +1,5 @@
-"""Keeps in one place what is used of other packages although it is private there, or is not in all versions that
-requirements.txt allows; tests/test_upstream.py looks each up by its name. Seen in torch 2.11, 2.13 and 2.14,
+"""Collects what we use of other packages that is private there, or not in all versions that requirements.txt allows;
+tests/test_upstream.py looks each up by its name. Seen in torch 2.11, 2.13 and 2.14,
 transformers 5.17, 5.19 and 5.23, Ray 2.60, vLLM 0.32. Ray and vLLM are imported at their first use: a run may do
 without.
 """
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from configs.errors import ConfigError
 
 TRITON_LOGGER, SHARDS_LOGGER = "torch._library.triton", "torch.distributed.tensor._redistribute"
-is_view = Tensor._is_view  # FlexAttention is compiled anew for each
+is_view = Tensor._is_view  # FlexAttention is compiled again for each view
 fill_empty = nn.Module._apply  # puts a function of each weight and buffer in its place: to_empty cannot tell them apart
 
 
@@ -38,49 +38,49 @@ ray = _Ray()
 
 @cache
 def ray_store() -> SimpleNamespace:
-    """Returns get, put and delete of Ray's own table, for signs of life: workers that are stuck can write there."""
+    """Returns get, put and delete of Ray's key-value store, for signs of life: a stuck worker can still write there."""
     from ray.experimental import internal_kv as table
 
     return SimpleNamespace(get=table._internal_kv_get, put=table._internal_kv_put, delete=table._internal_kv_del)
 
 
 def ray_address_file() -> Path:
-    """Returns where `ray start` writes its address; Ray itself reads it only when it joins."""
+    """Returns the file to which `ray start` writes its address; Ray reads it only when it joins."""
     return Path(ray._private.utils.get_ray_address_file(None))
 
 
 def take_ray_token() -> None:
-    """Has Ray read its token, if there is one, which it does for the address "auto" alone."""
+    """Has Ray read its token, if there is one; by itself, Ray does so only for the address "auto"."""
     from ray._private.authentication import authentication_token_setup as setup
 
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def memory_of_vllm() -> Any:
-    """Returns the class of vLLM's that names the memory which processes share on a CPU, the same in all runs."""
+    """Returns the class by which vLLM names the shared memory of its processes on a CPU, the same name in all runs."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     return cpu_communicator._CPUSHMDistributed
 
 
 def vllm_ops() -> Any:
-    """Returns vLLM's operators, one of which binds a whole process's memory."""
+    """Returns vLLM's operators, one of which binds the memory of the whole process."""
     return torch.ops._C
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Returns the attention that `set_attn_implementation` has set, which nothing public tells."""
+    """Returns the attention set by `set_attn_implementation`; there is no public getter."""
     return model.config._attn_implementation
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
-    """Returns whether `model` has LoRA's matrices; then only they are trained."""
+    """Says whether `model` has LoRA matrices; then only they are trained."""
     return model._hf_peft_config_loaded
 
 
 @contextmanager
 def without_adapter(model: PreTrainedModel) -> Iterator[None]:
-    """Has `model.save_pretrained` write the config of a whole model, as it would not for one with an adapter."""
+    """Has `model.save_pretrained` write the full config, which it leaves out for a model with an adapter."""
     before, model._hf_peft_config_loaded = model._hf_peft_config_loaded, False
     try:
         yield
@@ -110,24 +110,24 @@ def onednn_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
 
 
-def part_of(shape: torch.Size, mesh: Any, placements: Any) -> tuple[slice, ...]:
-    """Returns where this rank's part of a tensor of that shape is."""
+def shard_slices(shape: torch.Size, mesh: Any, placements: Any) -> tuple[slice, ...]:
+    """Returns the slices of this rank's shard in the full tensor of that shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def state_of(part: Any) -> tuple[Any, list[Any]]:
-    """Returns FSDP2's state of a part, and its groups of weights, of which torch 2.11 has one or none."""
+def fsdp_state(part: Any) -> tuple[Any, list[Any]]:
+    """Returns FSDP2's state of a wrapped module, and its groups of weights (torch 2.11: one or none)."""
     state = torch.distributed.fsdp.fully_shard.state(part)
     groups = getattr(state, "_fsdp_param_groups", None)
     return state, list(filter(None, [state._fsdp_param_group])) if groups is None else groups
 
 
 def gather_in(part: Any, dtype: torch.dtype) -> None:
-    """Has FSDP2 gather the weights of a part in `dtype`: it reads its policy once, and keeps what it gathers into."""
-    for group in state_of(part)[1]:
+    """Has FSDP2 gather a module's weights in `dtype`: it reads its policy once and keeps its buffers, so reset both."""
+    for group in fsdp_state(part)[1]:
         if group.mp_policy.param_dtype != dtype:
             group.mp_policy = replace(group.mp_policy, param_dtype=dtype)
             for weight in group.fsdp_params:
@@ -137,11 +137,11 @@ def gather_in(part: Any, dtype: torch.dtype) -> None:
 
 
 def sum_unused(part: Any) -> None:
-    """Has FSDP2 sum gradients of weights that this rank did not use: its rows may reach no weight of an expert."""
+    """Has FSDP2 also reduce gradients of weights that this rank did not use, as of an expert that its rows miss."""
     if setter := getattr(part, "set_reduce_scatter_unused_params", None):
         setter(True, recurse=False)
     else:  # torch 2.11
-        for group in state_of(part)[1]:
+        for group in fsdp_state(part)[1]:
             group.post_backward = partial(_sum_with_zeros, group, group.post_backward)
 
 
@@ -154,12 +154,12 @@ def _sum_with_zeros(group: Any, usual: Callable[[], None], *unused: Any) -> None
 
 
 def forget_forward(model: Any, parts: list[Any]) -> None:
-    """Leaves a sharded model, of these parts, as before a forward that raised, which leaves the root gathered."""
+    """Resets a sharded model and its parts after a forward that raised, which leaves the root gathered."""
     if reset := getattr(model, "reset_iter_state", None):
         reset()
         return
     idle = import_module("torch.distributed.fsdp._fully_shard._fsdp_common").TrainingState.IDLE
-    for state, groups in map(state_of, parts):  # torch 2.11
+    for state, groups in map(fsdp_state, parts):  # torch 2.11
         state._state_ctx.iter_forward_root, state._training_state = None, idle
         state._modules_to_run_forward.clear()
         for group in groups:

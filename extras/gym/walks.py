@@ -131,9 +131,9 @@ class RandomPlayer(Observer):
     has_warned = False
 
     def validated(self, step: int, batches: Sequence[DataProto], metrics: Metrics) -> None:
-        if self.run.game is None or not self.returns:
+        if self.run.env_setup is None or not self.returns:
             return
-        source, expected = self.run.game.environment.env_id, fmean(self.returns)
+        source, expected = self.run.env_setup.environment.env_id, fmean(self.returns)
         metrics[f"val-aux/{source}/random_player/return/mean@1"] = expected
         names = (f"val-{section}/{source}/return/mean@1" for section in ("core", "aux"))
         reached = next((metrics[name] for name in names if name in metrics), expected)
@@ -150,7 +150,7 @@ class RandomPlayer(Observer):
     @cached_property
     def returns(self) -> list[float]:
         """The returns of the episodes that could be played in time; []: too few."""
-        environment, seeds = self.run.game.environment, episode_seeds(self.run.config.env)[:MOST_EPISODES]
+        environment, seeds = self.run.env_setup.environment, episode_seeds(self.run.config.env)[:MOST_EPISODES]
         if not seeds or not isinstance(environment, DrawsActions) or not environment.repeatable:
             return []
         chance, returns = rng_state(), list[float]()

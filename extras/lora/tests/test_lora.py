@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_the_matrices_that_it_has_saved_or_is_refused_by_the_
 def test_the_reference_is_the_base_model_to_the_last_bit_and_the_adapter_is_back_behind_it(tiny_model, dtype):
     module, base = adapted(tiny_model, dtype), load(tiny_model, dtype)
     engine = TrainEngine(module, OptimConfig(lr=1e-2), 10, CPU, dtype)
-    reference = ReferencePolicy(module, SIZE, engine.autocast, engine.at_work_as_before)
+    reference = ReferencePolicy(module, SIZE, engine.autocast, engine.on_device_without_adapter)
     with engine.autocast():
         before, wanted = log_probs(module), log_probs(base)
     found = reference.compute_log_prob(ragged_batch(), 1.0, ["ref_log_prob"]).batch["ref_log_prob"]

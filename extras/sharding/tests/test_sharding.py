@@ -219,7 +219,7 @@ def gathered(path: Path) -> tuple[list[torch.dtype], bool, bool]:
     policy = TrainEngine(module, OPTIM, 10, CPU, low)
     with policy.autocast():
         score(module, ragged_batch(), size, TEMPERATURE)
-    with module.parallel.whole(module):
+    with module.parallel.full_weights(module):
         wanted = score(module, ragged_batch(), size, TEMPERATURE).log_probs
         same = all(map(torch.equal, module.parameters(), shards))
     with policy.autocast():
@@ -258,7 +258,7 @@ def adapted(
     config, size = LOSSES["vanilla, every term"], CUTS["24 tokens"]
     module = load_causal_lm(ModelConfig(path=str(path), lora_adapter_path=str(adapter)), parallel=sharding())
     engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
-    reference = ReferencePolicy(module, size, engine.autocast, engine.at_work_as_before)
+    reference = ReferencePolicy(module, size, engine.autocast, engine.on_device_without_adapter)
     own = own_share(batch)
     scored = reference.compute_log_prob(own, TEMPERATURE, ["ref_log_prob"]).batch["ref_log_prob"]
     actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), size)
@@ -443,9 +443,9 @@ def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], lis
     again = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(), sibling=model)  # as a reference is
     assert torch.equal(score(again, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs, before)
     assert all(weight.grad is None for weight in model.parameters()), "gradients of the trial are held"
-    with model.parallel.whole(model):
+    with model.parallel.full_weights(model):
         engine = HFRollout(config, AutoTokenizer.from_pretrained(path), model)
-    with model.parallel.whole(model):
+    with model.parallel.full_weights(model):
         asked = [Request(i, [7, 9 + i, 5], SamplingParams(True, 1.0, -1, 1.0, 6), seed=i) for i in range(rows[rank()])]
         done = {completion.id: (completion.token_ids, completion.log_probs) for completion in engine.generate(asked)}
         with TrainEngine(model, OPTIM, 10, CPU, torch.bfloat16).autocast():
@@ -484,7 +484,7 @@ def certify(path: Path, mesh: str) -> list[Any]:
     name = "model.layers.1.mlp.up_proj.weight"
     policy = TrainEngine(module, OPTIM, 10, CPU, torch.float32)
     make = partial(HFRollout, RolloutConfig(prompt_length=8, response_length=4), AutoTokenizer.from_pretrained(path))
-    with module.parallel.whole(module):
+    with module.parallel.full_weights(module):
         syncs = [Certificate(make(module), policy)]
     copy = load_causal_lm(ModelConfig(path=str(path)))
     syncs.append(Certificate(CopyOf(make(copy), copy, leads=rank() % 2 == 0, held=held_by), policy))
@@ -495,14 +495,14 @@ def certify(path: Path, mesh: str) -> list[Any]:
             weight.add_(1e-6)
     found += [sync.update(2) for sync in syncs]
     assert syncs[1].is_comparable and syncs[1].engine_sums.total() == syncs[1].trained.total()
-    with module.parallel.whole(module):
+    with module.parallel.full_weights(module):
         syncs[0].check_gathered()
     assert syncs[0].gathered == syncs[0].trained
     with torch.no_grad():
         for weight in module.parameters():
             weight.add_(1e-6)
     syncs[0].gathered = None  # what is gathered now is of another version than that of the sync
-    with module.parallel.whole(module), pytest.raises(RuntimeError, match="gathered from all workers, are not those"):
+    with module.parallel.full_weights(module), pytest.raises(RuntimeError, match="from all workers, are not those"):
         syncs[0].check_gathered()
     new = dict(policy.weights()) | {name: old[name]}
     policy.weights = lambda merged: new.items()
@@ -594,5 +594,5 @@ def test_one_process_is_a_group_of_one_and_is_not_wrapped(model: Path):
     assert (group_size(), rank(), gather("x"), make_mesh(-1, CPU)) == (1, 0, ["x"], None)
     module = load_causal_lm(ModelConfig(path=str(model)))
     assert not sharded_parts(module)
-    with module.parallel.whole(module):
+    with module.parallel.full_weights(module):
         assert not any(isinstance(weight, DTensor) for weight in module.parameters())
