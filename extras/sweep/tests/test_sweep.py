@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from configs.loader import CONFIG_DIR, Arguments, checked_config
 from configs.schema import Config
 from extras.sweep.sweep import SweptRun, figures, plan, swept_values
 from tests.forked import Run
+from tests.processes import children_of, until
 from tests.runs import short_run
 
 PATIENCE = 240  # seconds
@@ -55,17 +55,6 @@ def start(tiny_model: Path, tmp_path: Path) -> Callable[..., Run]:
         return Run("main.py", "-m", "--config-name", "frozenlake", *settings, library_setting, *more)
 
     return started
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def children_of(pid: int) -> list[int]:
-    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def states(output: str) -> dict[str, str]:
