@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -188,24 +187,3 @@ def test_what_sglangs_server_does_otherwise_is_found_out(tiny_model: Path):
         assert [body["ignore_eos"] for body in asked] == [True] * (len(asked) - 1) + [False]
         with pytest.raises(ValueError, match=r"asks for top_k=-1, top_p=0.9 and min_p=0.0, which the engine's log-"):
             engine.add(Request(0, [20], replace(PLAIN, top_p=0.9), 0))
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        (float("nan"), FloatingPointError, "diverged"),
-        (float("-inf"), FloatingPointError, "request 0, token 3 of its response"),
-        (None, ValueError, "the engine .*OpenAIRollout .* returned the log-prob None for request 0"),
-    ],
-)
-def test_a_log_prob_that_is_none_is_no_policy_that_has_diverged(tiny_model: Path, value: Any, error, message: str):
-    def complete(body: dict) -> tuple[int, dict]:
-        status, answer = sure(body)
-        if body["max_tokens"] == PLAIN.max_tokens:
-            answer["choices"][0]["logprobs"]["token_logprobs"][2] = value
-        return status, answer
-
-    with scripted(complete) as url:
-        engine = engine_for(url, tiny_model)
-        with pytest.raises(error, match=message):
-            engine.generate([Request(0, [20], PLAIN, 0)])

@@ -147,18 +147,6 @@ def recorded_steps(copy: Path) -> list[int]:
     return [entry["step"] for entry in read_metrics(copy / "run/metrics.jsonl")]
 
 
-def test_a_second_stop_ends_the_cell_at_once(kernel, copy, tiny_model):
-    kernel.run(TRAINER.format(root=str(ROOT), model=str(tiny_model), executor="local").replace("sleep(2)", "sleep(99)"))
-    cell = kernel.start("trainer.train(total_steps=5)")
-    until((copy / "in_step").exists)
-    for _ in range(2):
-        kernel.manager.interrupt_kernel()
-        time.sleep(1)
-    status, shown = kernel.finish(cell)
-    assert status == "error" and [message["ename"] for message in shown if "ename" in message] == ["KeyboardInterrupt"]
-    kernel.run("1 + 1")
-
-
 MISTAKES = {
     "setting": ("trainer.settings['trainer.sed'] = 1; trainer.train()", "trainer.sed"),
     "form": ("trainer.reward = lambda text: 1.0; trainer.train()", "none of the known forms"),
@@ -169,8 +157,17 @@ MISTAKES = {
 }
 
 
-def test_a_mistake_is_one_line_in_a_notebook_and_an_error_names_the_line_of_its_cell(kernel, tiny_model):
-    kernel.run(TRAINER.format(root=str(ROOT), model=str(tiny_model), executor="local"))
+def test_a_second_stop_ends_the_cell_at_once_and_a_mistake_is_one_line_that_names_its_cells_line(
+    kernel, copy, tiny_model
+):
+    kernel.run(TRAINER.format(root=str(ROOT), model=str(tiny_model), executor="local").replace("sleep(2)", "sleep(99)"))
+    cell = kernel.start("trainer.train(total_steps=5)")
+    until((copy / "in_step").exists)
+    for _ in range(2):
+        kernel.manager.interrupt_kernel()
+        time.sleep(1)
+    status, shown = kernel.finish(cell)
+    assert status == "error" and [message["ename"] for message in shown if "ename" in message] == ["KeyboardInterrupt"]
     for name, (cell, said) in MISTAKES.items():
         status, shown = kernel.finish(kernel.start(cell))
         [error] = [message for message in shown if message["type"] == "error"]

@@ -133,23 +133,6 @@ def test_an_echo_has_the_prompt_with_the_models_log_probs_and_the_likeliest_toke
     assert (plain.text, plain.logprobs) == (f"abc{text}", None)
 
 
-def test_log_probs_of_a_prompt_are_the_models_as_vllms_server_has_them(served, client):
-    ids, asked = served.tokenizer("abcab")["input_ids"], {"model": "tiny", "temperature": 0, "max_tokens": 1}
-    with torch.no_grad():
-        scores = served.pump.engine.module(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    for count in (0, 3):
-        [choice] = client.completions.create(prompt=ids, extra_body={"prompt_logprobs": count}, **asked).choices
-        first, *others = choice.prompt_logprobs
-        assert first is None and choice.logprobs is None and len(others) == len(ids) - 1
-        for place, entry in enumerate(others):
-            expected = {*scores[place].topk(count).indices.tolist(), ids[place + 1]}
-            assert {*map(int, entry)} == expected
-            for token in expected:
-                found = entry[str(token)]
-                assert found["logprob"] == pytest.approx(scores[place, token].item(), abs=1e-5)
-                assert found["decoded_token"] == served.tokenizer.decode([token])
-
-
 def test_a_template_is_given_its_own_arguments(served, client, monkeypatch):
     template = served.tokenizer.chat_template
     monkeypatch.setattr(served.tokenizer, "chat_template", "{{ note or '' }}" + template)
@@ -210,18 +193,16 @@ def test_an_agent_of_another_api_asks_and_is_told_what_one_of_chats_is(tiny_mode
 
 IN = {"responses": {"model": "tiny", "input": "abc"}, "messages": {"model": "tiny", "messages": CHAT}}
 ASK_FOR_NOTHING = [
-    (
-        "responses",
-        {"reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}, "store": True},
-    ),
-    ("responses", {"include": ["reasoning.encrypted_content"], "truncation": "disabled", "background": False}),
-    ("responses", {"previous_response_id": None, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}),
-    ("responses", {"input": [{"type": "reasoning", "summary": []}, *CHAT], "max_output_tokens": 1, "top_k": 5}),
-    ("messages", {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "a"}, "cache_control": {"type": "x"}}),
-    ("messages", {"system": [], "stop_sequences": [], "mcp_servers": [], "output_config": {"effort": None}}),
-    ("messages", {"tool_choice": {"type": "auto"}, "service_tier": "auto", "thinking": {"type": "disabled"}}),
-    ("messages", {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "thinking"}]}, *CHAT], "top_k": 5}),
-]
+    ("responses", {"reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}, "store": True}
+     | {"include": ["reasoning.encrypted_content"], "truncation": "disabled", "background": False, "tools": []}
+     | {"previous_response_id": None, "tool_choice": "auto", "parallel_tool_calls": True, "max_output_tokens": 1}
+     | {"input": [{"type": "reasoning", "summary": []}, *CHAT], "top_k": 5}),
+    ("messages", {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "a"}, "cache_control": {"type": "x"}}
+     | {"system": [], "stop_sequences": [], "mcp_servers": [], "output_config": {"effort": None}, "top_k": 5}
+     | {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "thinking"}]}, *CHAT]}
+     | {"tool_choice": {"type": "auto"}, "service_tier": "auto"}),
+    ("messages", {"thinking": {"type": "disabled"}}),
+]  # fmt: skip
 REFUSED = [
     ("responses", {"previous_response_id": "r"}, "previous_response_id is not part of this server: no"),
     ("responses", {"conversation": "c"}, "no response is kept: send all items as input"),

@@ -281,16 +281,10 @@ def test_one_call_is_answered_where_one_is_asked_for_and_none_where_none_is(tmp_
     assert told == ["2-", "1-", "0<tool"]
 
 
-@pytest.mark.parametrize(("family", "end", "told"), [
-    ("gpt-oss", "<|eot|>", '<|start|>tool f<|stop|>"7"<|end|><|start|>assistant'),
-    ("Mistral v0.3", "</s>", "[TOOL_RESULTS] 7[/TOOL_RESULTS]"),
-])  # fmt: skip
-def test_a_result_goes_on_in_the_row_of_its_call_where_it_may_stand_behind_calls_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, end: str, told: str
-):
+def test_a_result_goes_on_in_the_row_of_its_call_where_it_may_stand_behind_calls_alone(tmp_path: Path, monkeypatch):
     tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<|start|>", "<|stop|>", "<|eot|>", "</s>"], special_tokens=True)
-    tokenizer.chat_template, tokenizer.eos_token = template_of(family), end
+    tokenizer.add_tokens(["<|start|>", "<|stop|>", "<|eot|>"], special_tokens=True)
+    tokenizer.chat_template, tokenizer.eos_token = template_of("gpt-oss"), "<|eot|>"
     monkeypatch.setattr(f"{__name__}.TOKENIZER", tokenizer)
     program = within(tmp_path, """
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -299,9 +293,10 @@ def test_a_result_goes_on_in_the_row_of_its_call_where_it_may_stand_behind_calls
     """)  # fmt: skip
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     config = settings(program, "data.max_prompt_length=900", response=300)
-    batch = play(config, answer=lambda text, times: "so" if "RESULTS" in text or '"7"' in text else call)
+    batch = play(config, answer=lambda text, times: "so" if '"7"' in text else call)
     assert batch.failure.tolist() == [None], batch.failure
-    assert shown(batch, 0)[1:] == [call + end, told, f"so{end}"]
+    told = '<|start|>tool f<|stop|>"7"<|end|><|start|>assistant'
+    assert shown(batch, 0)[1:] == [f"{call}<|eot|>", told, "so<|eot|>"]
 
 
 def test_what_a_request_says_not_to_train_on_is_context_and_no_row_of_it_is_scored(tmp_path: Path):
@@ -354,21 +349,6 @@ def test_thoughts_that_stay_in_view_are_told_once(tmp_path: Path, capsys: pytest
 
 
 CLIENTS = {  # by package: an agent that has its two calls answered, and asks again
-    "agents": """
-        @agents.function_tool
-        def add(a: int) -> str:
-            "Adds."
-            return "7"
-        async def agent(base_url, api_key, messages):
-            client, items = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), messages
-            model = agents.OpenAIResponsesModel("tiny", client)
-            adds = agents.Agent("adds", instructions="Add!", model=model, tools=[add])
-            run = agents.RunConfig(tracing_disabled=True)
-            items = (await agents.Runner.run(adds, items, run_config=run)).to_input_list()
-            streamed = agents.Runner.run_streamed(adds, [*items, AGAIN], run_config=run)
-            kinds = [event.type async for event in streamed.stream_events()]
-            assert streamed.final_output == "fine" and "raw_response_event" in kinds
-    """,
     "langchain_openai": """
         from langchain_core.messages import ToolMessage
         def agent(base_url, api_key, messages):

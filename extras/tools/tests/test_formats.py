@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from configs.extras import present
 from custom.tiny_model import build_tokenizer
-from data.chat import encode_prompt
-from data.protocol import DataProto
 from data.tool_parsers import Answer, FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
-from data.types import SamplingParams
-from extras.tools.tests.test_tools import BOTH
+from extras.tools.tests.test_tools import BOTH, play
 from extras.tools.toolbox import checked_arguments
-from tests.engines import Playing, Scripted
-from tests.runs import compose
-from training.environment import assign_agents
 
 ROME, F = ToolCall("weather", {"city": "Rome"}), ToolCall("f", {})
 NESTED = {"city": "Rome", "tags": ["a", {"b": [1, None]}], "days": 3}
@@ -261,15 +255,8 @@ def test_calls_are_found_where_the_marks_of_a_format_are_special_tokens(form, wr
     tokenizer, answers = build_tokenizer(), iter([said, "7"])
     tokenizer.add_tokens(marks, special_tokens=True)
     tools = write("adding.py", "def add(a: int) -> int:\n    'Adds 4.'\n    return a + 4\n")
-    multi_turn = "actor_rollout_ref.rollout.multi_turn"
-    keys = [f"{multi_turn}.enable=true", f"{multi_turn}.function_tool_path={tools}", f"{multi_turn}.format={form}"]
-    rows = ["env.id=null", "data.train_files=x.jsonl", "data.max_prompt_length=64", "data.max_response_length=400"]
-    config = compose(*rows, *keys)
-    messages = [{"role": "user", "content": "3+4=?"}]
-    rows = {"raw_prompt": [messages], "raw_prompt_ids": [encode_prompt(messages, tokenizer)], "data_source": ["sums"]}
-    rows = assign_agents(DataProto.from_single_dict(rows | {"extra_info": [{}]}), config)
-    engine = Scripted(config, tokenizer, lambda text, times: next(answers))
-    batch = Playing(config, engine, None).generate_sequences(rows, SamplingParams(True, 1.0, -1, 1.0, 200), 0)
+    keys = [f"function_tool_path={tools}", f"format={form}"]
+    batch = play(tokenizer, lambda text, times: next(answers), *keys, prompt=[{"role": "user", "content": "3+4=?"}])
     assert batch.failure.tolist() == [None]
     assert (batch.tool_call_counts.tolist(), batch.tool_failures.tolist()) == ([1], [{}])
     told = tokenizer.decode(batch.responses[0][batch.response_mask[0] == 0])

@@ -6,20 +6,27 @@ import random
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from configs.extras import present
 from configs.import_utils import load_module
 from configs.schema import MultiTurnConfig
+from data.chat import encode_prompt
+from data.protocol import DataProto
 from data.tool_parsers import ToolParser
 from data.tools import BaseTool, FunctionTool, ToolResponse, function_tool, schema_of_text
-from data.types import Reply
+from data.types import Reply, SamplingParams
 from extras.tools.conversations import ToolEpisodes, load_tools
 from extras.tools.tool_episode import ToolEpisode
 from extras.tools.toolbox import Toolbox, checked_arguments, truncate
+from tests.engines import Playing, Scripted
+from tests.runs import compose
+from training.environment import assign_agents
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> str:
@@ -65,6 +72,25 @@ def respond(box: Toolbox, answer: str) -> Reply:
 
 def called(name: str, **arguments: Any) -> str:
     return ToolParser.get_tool_parser("hermes").write(name, arguments)
+
+
+def play(
+    tokenizer: PreTrainedTokenizerBase,
+    answer: Callable[[str, int], str],
+    *settings: str,
+    prompt: Any = "1+1=?",
+    engine: type[Scripted] = Scripted,
+    **columns: list,
+) -> DataProto:
+    """Plays episodes of a prompt, a chat or a text, on an engine that says `answer`; `settings` are multi_turn's."""
+    sizes = ["env.id=null", "data.train_files=x.jsonl", "data.max_prompt_length=64", "data.max_response_length=400"]
+    keys = [f"actor_rollout_ref.rollout.multi_turn.{setting}" for setting in ("enable=true", *settings)]
+    config, count = compose(*sizes, *keys), max(map(len, columns.values()), default=1)
+    rows = {"raw_prompt": [prompt], "raw_prompt_ids": [encode_prompt(prompt, tokenizer)], "data_source": ["sums"]}
+    rows = {name: column * count for name, column in (rows | {"extra_info": [{}]}).items()}
+    rows = assign_agents(DataProto.from_single_dict(rows | columns), config)
+    playing = Playing(config, engine(config, tokenizer, answer), None)
+    return playing.generate_sequences(rows, SamplingParams(True, 1.0, -1, 1.0, 200), seed=7)
 
 
 # Schemas
