@@ -363,6 +363,7 @@ def test_our_server_can_teach(tiny_model, teachers, tmp_path):
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_vllms_server_can_teach(tiny_model, wide_headed_model, tmp_path):
     fixtures = pytest.importorskip("extras.server.tests.fixtures")
     with fixtures.vllm_server(wide_headed_model, 40, 24) as url:

@@ -78,6 +78,7 @@ def planned(*overrides: str, name: str = "frozenlake") -> list[SweptRun]:
     return plan(arguments, partial(checked_config, schema=Config, check=check_config))
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_past_a_failure_and_the_same_command_does_only_that_run_again(start, tmp_path):
     swept = "trainer.seed=range(2)", f"{RATE}=1e-3,3e-3"
     names, failing = [f"seed={seed},lr={rate}" for seed in range(2) for rate in (0.001, 0.003)], "seed=1,lr=0.003"
