@@ -85,8 +85,6 @@ RAY, VLLM = {"trainer.executor": "ray"}, {"actor_rollout_ref.rollout.name": "vll
     [
         ("grpo", {}),
         *[pytest.param(recipe, {}, marks=pytest.mark.slow) for recipe in ("ppo", "dapo")],
-        pytest.param("ppo", RAY, marks=pytest.mark.slow),
-        pytest.param("grpo", VLLM, marks=[pytest.mark.slow, needs_vllm]),
         pytest.param("grpo", RAY | VLLM, marks=[pytest.mark.slow, needs_vllm]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "local-hf",

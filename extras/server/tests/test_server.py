@@ -27,12 +27,11 @@ from transformers import AutoTokenizer
 
 from configs.extras import present
 from configs.loader import Arguments, load_config, yaml_folder
-from configs.schema import ModelConfig, RolloutConfig
+from configs.schema import RolloutConfig
 from custom.tiny_model import build_tokenizer
 from data.tool_parsers import ToolParser
 from data.types import Completion, Request, SamplingParams
-from extras.openai.settings import OpenAISettings
-from extras.openai.weight_transfer import BACKEND, weight_transfer
+from extras.openai.weight_transfer import BACKEND
 from extras.server import anthropic_messages, responses
 from extras.server.__main__ import main, server_environment, vllm_command
 from extras.server.app import Served
@@ -41,11 +40,10 @@ from extras.server.settings import ServerConfig
 from extras.server.tests.clients import TOOLS, Chat, Messages, Responses, calling, served_by
 from extras.server.tests.fixtures import compose, serving
 from tests.processes import until
-from tests.runs import ROOT, needs_vllm
+from tests.runs import ROOT
 from tests.servers import KEY
 from tests.test_chat_families import template_of
 from workers.engine_pump import AsyncEngine, EngineError
-from workers.models import load_causal_lm
 from workers.rollout import Rollout
 
 CHAT = [{"role": "user", "content": "say abc"}]
@@ -755,28 +753,6 @@ def test_vllms_own_server_can_take_a_trainers_weights(wide_headed_model, monkeyp
     if not torch.cuda.is_available():
         assert options["--dtype"] == "float32" and "--enforce-eager" in options
         assert int(options["--kv-cache-memory-bytes"]) < 1 << 30 and variables["TORCHDYNAMO_DISABLE"] == "1"
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_vllms_own_server_answers_by_the_model(vllm_address: str, wide_headed_model: Path):
-    """A stock client, with the weights of the model's folder: log-probs, n, and a chat, whole and as a stream."""
-    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
-    weight_transfer(OpenAISettings(base_url=vllm_address, api_key=KEY)).send(model.state_dict().items(), 0)
-    with openai.OpenAI(base_url=vllm_address, api_key=KEY, max_retries=0) as client:
-        asked = {"model": "tiny", "prompt": "abc", "seed": 5, "max_tokens": 20, "n": 4, "logprobs": 0}
-        found = client.completions.create(**asked, temperature=0.7, extra_body={"return_token_ids": True})
-        for choice in found.choices:
-            ids, prompt = choice.token_ids, choice.prompt_token_ids
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
-            wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
-            assert choice.logprobs.token_logprobs == pytest.approx(wanted, abs=1e-4)
-        assert len({choice.text for choice in found.choices}) > 1
-        asked = {"model": "tiny", "messages": CHAT, "seed": 3, "max_tokens": 12, "logprobs": True}
-        [choice] = client.chat.completions.create(**asked).choices
-        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content and len(chunks) > 3
 
 
 def test_the_command_and_the_client_of_the_serving_page_fit_a_server(address: str, capsys: pytest.CaptureFixture):
