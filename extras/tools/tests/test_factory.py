@@ -113,7 +113,7 @@ def test_methods_of_an_object_an_episode_are_tools_beside_others_and_rewards_rea
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("TOOLS", "it must be a class or a function"), ("Bare", "Bare has no public method beside reset")],
+    [("MESSAGES", "it must be a class or a function"), ("Bare", "Bare has no public method beside reset")],
 )
 def test_what_makes_no_tools_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
