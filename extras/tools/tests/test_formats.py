@@ -12,10 +12,8 @@ from configs.extras import present
 from custom.tiny_model import build_tokenizer
 from data.tool_parsers import Answer, FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
 from extras.tools.tests.test_tools import BOTH, play
-from extras.tools.toolbox import checked_arguments
 
 ROME, F = ToolCall("weather", {"city": "Rome"}), ToolCall("f", {})
-NESTED = {"city": "Rome", "tags": ["a", {"b": [1, None]}], "days": 3}
 XML = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
 GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
 HARMONY = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
@@ -88,16 +86,6 @@ def test_calls_are_found_or_explained(form, answer, text, calls, errors):
     assert parser.parse(parser.write("slow", {"seconds": 1}), BOTH).calls == [ToolCall("slow", {"seconds": 1})]
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm", "gpt-oss"])
-def test_what_a_parser_writes_it_reads_and_nested_values_become_what_the_schema_says(form):
-    parser = ToolParser.get_tool_parser(form)
-    written = "\n".join(parser.write(name, arguments) for name, arguments in [("weather", NESTED), ("f", {})])
-    first, second = parser.parse(written, BOTH).calls
-    assert checked_arguments(BOTH["weather"], first.arguments) == NESTED and second == F
-
-
-# A tag within an argument, and arguments that are none
-
 EXAMPLE = f"Write:\n<tool_call>\n{XML}\n</tool_call>\nlike that"  # documentation, as an argument
 
 
@@ -120,17 +108,10 @@ def harmony(value: str) -> str:
 @pytest.mark.parametrize(
     ("form", "answer", "arguments"),
     [
-        *(
-            ("hermes", hermes(json.dumps({"b": value})), {"b": value})
-            for value in ("x </tool_call> y", "x <tool_call>")
-        ),
-        *(("hermes", hermes(json.dumps({"b": value})), {"b": value}) for value in ("see </think> x", "see <think> x")),
         ("hermes", hermes('{"b": "one\ntwo"}'), {"b": "one\ntwo"}),
         *(("hermes", hermes(value), {}) for value in ("null", '""', '"null"', '"{}"')),
         ("llama3", '{"name": "f", "parameters": {"b": "<|python_tag|>"}}', {"b": "<|python_tag|>"}),
-        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"b": "<|python_tag|>"}}', {"b": "<|python_tag|>"}),
         ("llama3", '{"name": "f", "parameters": null}', {}),
-        *(("gpt-oss", harmony(json.dumps({"b": mark})), {"b": mark}) for mark in ("<|call|>", "<|start|>", "</think>")),
         *(("gpt-oss", harmony(value), {}) for value in ("", "null", "{}")),
         *(("qwen3_coder", xml(tag), {"b": tag}) for tag in ("x </tool_call>", "x </function> y", "</think>", EXAMPLE)),
         *(("qwen3_coder", xml(tag), {"b": tag}) for tag in ("</parameter> y", "a <parameter=x> b", "\n\n", "")),
@@ -139,7 +120,7 @@ def harmony(value: str) -> str:
         *(("glm", glm(tag), {"b": tag}) for tag in ("x </tool_call> y", "</arg_value> y", "<think>", GLM, "\nx\n", "")),
     ],
 )
-def test_tags_and_line_feeds_in_an_argument_are_text_and_null_is_no_argument(form, answer, arguments):
+def test_tags_that_no_format_would_write_and_line_feeds_are_text_and_null_is_no_argument(form, answer, arguments):
     parser = ToolParser.get_tool_parser(form)
     for said, times in ((answer, 1), (answer + "\n" + answer, 2)) if form != "llama3" else ((answer, 1),):
         assert parse_answer(parser, said, {}) == ParsedAnswer("", [ToolCall("f", arguments)] * times)
