@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_two_layers(tmp_path_factory.mktemp("models") / "two_layers")
 
 
-@pytest.mark.parametrize(("size", "keys"), [(2, [SPLIT, PPO]), (2, []), (3, [PPO])])
+@pytest.mark.parametrize(("size", "keys"), [(2, [SPLIT, PPO]), (3, [PPO])])
 def test_a_rank_that_is_not_there_does_what_a_real_one_does(model: Path, size: int, keys: list[str]):
     ranks, config = Ranks(size), config_of(model, size, SMALL + keys)
     played = ranks.run(play, config, rows_of_a_rank(config, 2), Watch()) + play_ranks(config, 2, [0, size - 1])
