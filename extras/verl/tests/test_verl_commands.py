@@ -177,7 +177,7 @@ def test_whole_commands_of_all_kinds_and_versions_compose(name, capsys):
         ("main", f"{A}.optim.beta1=0.8", "optim.betas"),
         ("evaluation", "reward_model.enable=True", "reward.custom_reward_function.path"),
         ("main", "algorithm.in_reward_kl.coef=0.001", "set algorithm.use_kl_in_reward"),
-        ("main", f"{A}.kl_loss.coef=0.001", f"{A}.kl_loss_coef"),
+        ("main", f"{A}.kl_loss.coef=0.001", "kl_loss_type and kl_loss_coef"),
         ("main", "distillation.enabled=True", "no teacher: set distillation"),
     ],
 )
