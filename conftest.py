@@ -35,7 +35,6 @@ NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which
     "tests/test_reward_template.py": ("rules", "sandbox", "try_reward"),
     "tests/test_reasoning.py": ("report", "sft"),
     "tests/test_smollm2.py": ("report", "sft"),
-    "tests/test_vs_trl.py": ("kernels", "report"),
 }
 NEEDS |= {  # of an extra's tests, the extras that they import
     str(file): tuple(re.findall(r"^from extras\.(\w+)", file.read_text(), re.MULTILINE))
