@@ -260,31 +260,20 @@ def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(cluster
 
 @pytest.mark.slow
 def test_a_worker_that_gets_no_further_ends_the_run_and_one_that_is_slow_does_not(cluster: None, monkeypatch):
-    """A sleeping worker's stack names the line; a stopped one is named as such, while the other has answered."""
-    monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
-    made = RayWorkerGroup(Resources(2, threads=1, gpus=0), EchoWorker, stall_timeout=6.0)
-    try:
-        slow = made.submit("echo", "sleep_in_pieces", [(9.0, 9), (0.0, 1)])
-        assert slow.result() == ["done"] * 2
-        limit = "echo.sleep gets no further for trainer.stall_timeout=6 s, by rank 0"
-        stuck = rf"(?s){limit} \(pid \d+, sleeping; without progress .*time\.sleep\(seconds\)"
-        with pytest.raises(WorkerError, match=stuck) as failure:
-            made.submit("echo", "sleep", [(30.0,), (0.0,)]).result()
-        assert isinstance(failure.value, MayPass) and "in sleep\n" in str(failure.value), "which may be started again"
-        os.kill(pid := made.places[1][0], signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=rf"echo.hear .* rank 1 \(pid {pid}, stopped; says nothing for \d+ s"):
-            made.submit("echo", "hear", [("a",)] * 2).result()
-    finally:
-        made.close()
-
-
-@pytest.mark.slow
-def test_of_two_groups_that_wait_for_each_other_the_silent_end_is_named_first(cluster: None, monkeypatch):
+    """A sleeping worker's stack names the line; of two groups that wait for each other, the stopped one is named first,
+    and as such."""
     monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
     ends = [RayWorkerGroup(Resources(1, threads=1, gpus=0), EchoWorker, stall_timeout=6.0) for _ in range(2)]
     try:
+        assert ends[0].submit("echo", "sleep_in_pieces", [(8.0, 8)]).result() == ["done"]
+        limit = "echo.sleep gets no further for trainer.stall_timeout=6 s, by rank 0"
+        stuck = rf"(?s){limit} \(pid \d+, sleeping; without progress .*time\.sleep\(seconds\)"
+        waits = ends[0].submit("echo", "sleep", [(30.0,)])
+        with pytest.raises(WorkerError, match=stuck) as failure:
+            waits.result()
+        assert isinstance(failure.value, MayPass) and "in sleep\n" in str(failure.value), "which may be started again"
         os.kill(pid := ends[1].places[0][0], signal.SIGSTOP)
-        waits, silent = ends[0].submit("echo", "sleep", [(30.0,)]), ends[1].submit("echo", "draw", [()])
+        silent = ends[1].submit("echo", "draw", [()])
         words = rf"by rank 0 in echo.draw \(pid {pid}, stopped; .*\), rank 0 in echo.sleep \(.* without progress"
         with pytest.raises(WorkerError, match=words):
             RayPending(waits.calls + silent.calls, waits.wait.beside(silent.wait)).result()
@@ -461,6 +450,19 @@ def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.Mo
     assert reserve(Resources(3, threads=1, gpus=0, nodes=3)) is placement
     assert "workers of 3 machines run on 2: no more have joined Ray" in capsys.readouterr().err
     assert re.search(line + r"2 machines × \(✗ 2 CPU, 0 GPU\).*: not there, or not free, for 60 s", told)
+
+
+def test_a_folder_that_one_machine_alone_sees_is_refused_by_its_address(tmp_path: Path, monkeypatch):
+    hosts = [{"NodeID": f"id{number}", "NodeManagerAddress": f"10.0.0.{number}"} for number in (1, 2)]
+    bundles = {"bundles_to_node_id": {0: "id1", 1: "id2"}}
+    monkeypatch.setattr(ray, "nodes", lambda: hosts)
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda placement: bundles)
+    monkeypatch.setattr(ray, "remote", lambda **_: mock.Mock())
+    monkeypatch.setattr(ray_group, "bundle_of", mock.Mock())
+    RayWorkerGroup._check_is_shared(mock.Mock(_wait=lambda *_: [True, True]), tmp_path, "a placement")
+    with pytest.raises(ConfigError, match=rf"default_local_dir: \['10.0.0.2'\] do not see {tmp_path}: name a shared"):
+        RayWorkerGroup._check_is_shared(mock.Mock(_wait=lambda *_: [True, False]), tmp_path, "a placement")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
