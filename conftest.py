@@ -160,6 +160,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    """The tiny model's tokenizer, for the tests of a file."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> Any:
+    """The tiny model as a policy, for the tests of a file, which leave its weights as they are."""
+    from configs.schema import ModelConfig
+    from workers.models import load_causal_lm
+
+    return load_causal_lm(ModelConfig(path=str(tiny_model)))
+
+
 @pytest.fixture
 def restored_registries() -> Iterator[None]:
     """Forgets after the test what it registers, by hand or by a user's file."""

@@ -24,9 +24,9 @@ from configs.errors import ConfigError, MayPass
 from configs.schema import Config
 from data.seeding import derive_seed, forked_rng
 from main import run
-from tests.forked import Run, python_command
+from tests.forked import python_command
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
-from tests.runs import compose, learning_metrics, short_run
+from tests.runs import assert_two_at_once_do_not_meet, compose, learning_metrics, short_run
 from training.model_shards import Shards
 from workers import ray_group, resources
 from workers.collectives import connect, open_store
@@ -166,17 +166,11 @@ def test_two_runs_at_once_do_not_meet(tiny_model: Path, tmp_path: Path, monkeypa
     """Each run has a Ray, two workers, a store and gloo of its own, and learns what it learns alone."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"py_executable": python_command()}}))
 
-    def settings(name: str, seed: int) -> list[str]:
-        replicas = ["trainer.n_workers_per_node=2", "actor_rollout_ref.actor.strategy=replicas"]
-        short = ["trainer.n_threads=1", "trainer.total_training_steps=2", "env.val_episodes=0"]
-        return short_run(tiny_model, tmp_path / name, *replicas, f"trainer.seed={seed}", *short)
-
-    one, other = (Run("main.py", "--config-name", "frozenlake", *settings(f"pair{seed}", seed)) for seed in (1, 2))
-    for done in (one.wait(), other.wait()):
-        assert done.returncode == 0, done.stderr
-    run(compose(*settings("alone1", 1)))
-    found = {name: learning_metrics(tmp_path / name) for name in ("alone1", "pair1", "pair2")}
-    assert found["alone1"] == found["pair1"] != found["pair2"] and found["pair1"].keys() == found["pair2"].keys()
+    short = ["trainer.n_workers_per_node=2", "actor_rollout_ref.actor.strategy=replicas", "trainer.n_threads=1"]
+    short += ["trainer.total_training_steps=2", "env.val_episodes=0"]
+    assert_two_at_once_do_not_meet(
+        tmp_path, lambda folder, seed: short_run(tiny_model, folder, *short, f"trainer.seed={seed}")
+    )
 
 
 @pytest.mark.slow
