@@ -98,27 +98,6 @@ def test_files_whose_names_only_contain_a_splits_name_are_one_set(tmp_path):
     assert len(source_files(tmp_path)) == 3
 
 
-@pytest.mark.parametrize(
-    ("setting", "text"),
-    [
-        ("reward.custom_reward_function.path=gone.py", "reward.custom_reward_function.path=gone.py: there is no file"),
-        ("reward.custom_reward_function.path=bad.py", "reward.custom_reward_function.path=bad.py: SyntaxError"),
-        ("env.path=bad.py", "env.path=bad.py: SyntaxError"),
-        ("data.custom_cls.path=gone.py data.custom_cls.name=A", "data.custom_cls.path=gone.py: there is no file"),
-        ("actor_rollout_ref.model.path=./gone", "actor_rollout_ref.model.path=./gone: there is no such folder"),
-    ],
-)
-def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path, setting: str, text: str):
-    (tmp_path / "bad.py").write_text("def compute_score(:\n")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
-    (tmp_path / "config.json").write_text("{}")
-    arguments = ["data.train_files=rows.jsonl", "actor_rollout_ref.model.path=.", *setting.split()]
-    command = [sys.executable, "-X", "importtime", str(ROOT / "main.py"), *arguments]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert not re.search(r"\| +torch$", ran.stderr, re.MULTILINE)
-    assert ran.returncode == 2 and f"error: {text}" in ran.stderr, ran.stderr
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "spaced.jsonl", "json", "pretty.json", "csv", "parquet"])
 @given(texts=st.lists(st.text("a{\n\r\u2028,", min_size=1), min_size=1, max_size=6), enough=st.integers(1, 8))
 def test_a_file_has_no_more_rows_than_are_counted_without_parsing_it(tmp_path_factory, kind, texts, enough):

@@ -19,8 +19,7 @@ from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from tests.engines import probe_distance
-from tests.forked import Run
-from tests.runs import compose, learning_metrics, needs_vllm, short_run
+from tests.runs import assert_two_at_once_do_not_meet, compose, learning_metrics, needs_vllm, short_run
 from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
 from workers.model_worker import ColocatedRollout
@@ -349,15 +348,9 @@ def test_tokens_that_follow_tools_are_sampled_by_the_probabilities_that_are_trai
 @needs_vllm
 @pytest.mark.slow
 def test_two_runs_with_vllm_at_once_do_not_meet(wide_headed_model: Path, tmp_path: Path):
-    def settings(name: str, seed: int) -> list[str]:
-        return vllm_run(wide_headed_model, tmp_path / name, f"trainer.seed={seed}")
-
-    one, other = (Run("main.py", "--config-name", "frozenlake", *settings(f"pair{seed}", seed)) for seed in (1, 2))
-    for done in (one.wait(), other.wait()):
-        assert done.returncode == 0, done.stderr
-    main.run(compose(*settings("alone1", 1)))
-    found = {name: learning_metrics(tmp_path / name) for name in ("alone1", "pair1", "pair2")}
-    assert found["alone1"] == found["pair1"] != found["pair2"] and found["pair1"].keys() == found["pair2"].keys()
+    assert_two_at_once_do_not_meet(
+        tmp_path, lambda folder, seed: vllm_run(wide_headed_model, folder, f"trainer.seed={seed}")
+    )
 
 
 @needs_vllm

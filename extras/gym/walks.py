@@ -12,13 +12,13 @@ from functools import cached_property
 from statistics import fmean, pstdev
 from typing import Any, Protocol, runtime_checkable
 
+from configs.import_utils import find
 from configs.schema import SuccessConfig
 from custom.gym.texts import Range
 from data.concurrency import run_in_background
 from data.protocol import DataProto
 from data.seeding import derive_seed, rng_state, set_rng_state
 from data.types import Metrics, Observer
-from extras.gym.space_text import fractions_of
 from training.environment import episode_seeds
 from workers.agents.user_code import Overdue, in_thread
 
@@ -92,12 +92,12 @@ class Trial:
         environment, env = self.environment, world.env
         if environment.observation_style != "bars" or environment.observation_ranges or not environment.writes_out:
             return environment.observation_ranges
-        numbers = []
+        written, numbers = find("environment", "spaces")(env.observation_space), []
         for seed in range(WALKS_FOR_RANGES):
             env.action_space.seed(seed)
             observation, over, moves = env.reset(seed=seed)[0], False, 0
             while not over and moves < MOVES_FOR_RANGES:
-                numbers.append(fractions_of(env.observation_space, observation))
+                numbers.append(written.fractions(observation))
                 observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
                 over, moves, self.moves = terminated or truncated, moves + 1, self.moves + 1
         return [[min(values), max(values)] for values in zip(*numbers, strict=True)]
