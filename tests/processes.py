@@ -1,4 +1,4 @@
-"""What becomes of processes, as tests see it from outside."""
+"""Says what has become of processes that a test started."""
 
 import time
 from collections.abc import Callable
