@@ -121,13 +121,6 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
         "moves": "extras.gym.actions:compare_moves",
         "processes": "extras.gym.process_env:ProcessEnv",
     },
-    "format": {  # of calls, beside those of data/tool_parsers.py
-        "plain": "extras.tools.formats:PlainParser",
-        "llama3": "extras.tools.formats:Llama3Parser",
-        "qwen3_coder": "extras.tools.formats:Qwen3CoderParser",
-        "glm": "extras.tools.formats:GLMParser",
-        "gpt-oss": "extras.tools.formats:HarmonyParser",
-    },
     # data
     "source": {
         "conversations": "extras.tools.conversations:ToolEpisodes",
@@ -193,6 +186,11 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
             name: f"extras.tools.tool_classes:{name}"
             for name in ("BaseTool", "FunctionTool", "ToolResponse", "ToolSchema", "function_tool", "schema_of_text")
         },
+        **{
+            name: f"extras.tools.parsers:{name}"
+            for name in ("FunctionCall", "HermesParser", "ParsedAnswer", "ToolCall", "ToolParser", "parse_answer")
+        },
+        "behind_calls": "extras.tools.templates:behind_calls",
     },
 }
 # Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those
@@ -215,8 +213,10 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("rules", "sandbox"),
     ("scorers", "processes"),
     ("server", "standalone"),
+    ("server", "tools"),
     ("sessions", "sandbox"),
     ("sessions", "server"),
+    ("sessions", "tools"),
     ("sglang", "openai"),
     ("sweep", "restarts"),
     ("sandbox", "tools"),

@@ -8,12 +8,13 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError, notice, notice_once
 from configs.import_utils import find, load_module
 from configs.schema import MultiTurnConfig
-from data.chat import ChatFormat, shows_tools, tool_kwargs
+from data.chat import ChatFormat
 from data.rows import kwargs_in
-from data.tool_parsers import ToolParser
 from data.types import Row
 from extras.tools.factory import Factory, ToolsBeside
 from extras.tools.files import tools_of_yaml
+from extras.tools.parsers import ToolParser
+from extras.tools.templates import shows_tools, tool_kwargs
 from extras.tools.tool_classes import KEY, TOOL_MARK, BaseTool, FunctionTool
 from extras.tools.tool_episode import ToolEpisode
 from extras.tools.toolbox import Toolbox

@@ -86,7 +86,7 @@ class Episode(ABC):
 
     @abstractmethod
     async def step(self, answer: str) -> Reply:
-        """Replies to an answer, a text without special tokens (`Answer`, in data/tool_parsers.py, knows its tokens).
+        """Replies to an answer, a text without special tokens (`Answer`, in data/chat.py, knows its tokens).
         May raise: the user's code is behind it."""
 
     async def finish(self) -> Reply:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.extras import present
 from custom.tiny_model import build_tokenizer
-from data.chat import encode_prompt
+from data.chat import Answer, encode_prompt
 from data.protocol import DataProto
-from data.tool_parsers import Answer, FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
 from data.types import SamplingParams
+from extras.tools.formats import FORMATS
+from extras.tools.parsers import FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
 from extras.tools.tests.test_tools import BOTH
 from extras.tools.toolbox import checked_arguments
 from tests.engines import Playing, Scripted
@@ -184,7 +184,6 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b", "key-2", "ключ"]), JS
 DRAFT = "I write <tool_call> <function=f0><parameter=a> or f0(1)?</think>"  # begun by the prompt, or not
 THOUGHTS = [DRAFT, f"<think>{DRAFT}", "<think></think>"]
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-FORMATS = sorted({*ToolParser.registry, *present("format")})
 
 
 @settings(deadline=None, max_examples=250)

@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError
 from configs.schema import MultiTurnConfig
 from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
-from data.chat import ChatFormat, encode_prompt, tool_kwargs
+from data.chat import ChatFormat, encode_prompt
 from data.protocol import DataProto
-from data.tool_parsers import ToolParser
 from data.types import Completion, Request, SamplingParams
 from extras.tools.conversations import ToolEpisodes
+from extras.tools.parsers import ToolParser
+from extras.tools.templates import tool_kwargs
 from tests.engines import Playing, Scripted
 from tests.runs import compose
 from tests.test_chat import tokenizer_with
