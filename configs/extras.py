@@ -108,7 +108,7 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
     },
     # episodes
     "episode": {
-        "class": "workers.agents.user_code:UsersEpisode",
+        "class": "extras.tools.shared_loop:UsersEpisode",
         "agent_loop": "extras.verl.users_loop:LoopEpisode",
         "program": "extras.sessions.play:ProgramEpisode",
     },

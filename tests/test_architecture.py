@@ -62,6 +62,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "extras/sandbox/child.py": "what a policy's program raises is its output",
         "extras/scorers/program.py": "answers what the user's reward raised, in a process of its own",
         "workers/agents/user_code.py": "hands on to whoever waits what the user's code raised in a thread",
+        "extras/tools/shared_loop.py": "hands on to whoever waits what the user's code raised in the loop",
         "extras/tools/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/agents/episode.py": "an environment or a tool that raises ends its episode, counted and shown",
     },

@@ -24,10 +24,11 @@ from extras.sessions.host import Host, Running, host_of, last_lines, program_env
 from extras.sessions.session import Session, Speech, samples_of, teaches
 from extras.sessions.settings import FUNCTION
 from extras.tools.parsers import ToolParser, read_json
+from extras.tools.shared_loop import SharedCall, UsersEpisode, slots
 from training.environment import AGENT_KEY, PROGRAM, Agent
 from training.episode_rows import BROUGHT
 from workers.agents.episode import EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
-from workers.agents.user_code import SharedCall, UsersEpisode, in_thread, slots
+from workers.agents.user_code import in_thread
 
 KEY = f"{AGENT_KEY}.program"
 

@@ -310,7 +310,7 @@ def test_failures_of_a_loop_are_those_of_any_episode(blocks):
 @pytest.mark.parametrize("hold", ["hold(0.3)", "asyncio.gather(hold(0.15), hold(0.15))"])
 def test_a_loop_that_holds_all_up_takes_no_time_from_the_others_and_is_named_once(tmp_path, hold, monkeypatch, capsys):
     """Nine of thirteen, with a second each, hold all up for 2.7 s; two, one of which does so too, take too long."""
-    monkeypatch.setattr("workers.agents.user_code.LATE", 0.05)
+    monkeypatch.setattr("extras.tools.shared_loop.LATE", 0.05)
     (tmp_path / "mine.py").write_text(f"""
 import asyncio, time
 from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput
