@@ -5,7 +5,7 @@ And one that mixes sources by data.source_weights.
     'data.sampler.kwargs={key: extra_info.level}'
 
 The first two hear of every sample that was scored, also of those that dynamic sampling left out of a step
-(training/collection.py), and what they learnt is in the checkpoint: a resumed run draws what an unbroken one would.
+(sample_metrics.py beside), and what they learnt is in the checkpoint: a resumed run draws what an unbroken one would.
 """
 
 from abc import abstractmethod
