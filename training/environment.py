@@ -1,14 +1,14 @@
 """Builds the environment, its prompts and its action parser, for training and validation."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
 from configs.extras import has
-from configs.import_utils import bind, find, load_extern_object, load_named
+from configs.import_utils import bind, find, load_extern_object
 from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, SuccessConfig
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
@@ -164,45 +164,11 @@ def load_conversations(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizer
     return find("source", "conversations")(settings, tokenizer) if settings.enable else None
 
 
-@dataclass(eq=False)
-class Agent:
-    """A class that plays episodes, an `Episode` or an agent loop, under the name that rows call it by.
-
-    Attributes:
-        settings: arguments of its constructor.
-        is_ready: whether its `init_class` was called, which prepares what its episodes share.
-        blocks: whether it computes or waits without `await`; an episode then has a thread of its own.
-    """
-
-    name: str
-    cls: Any
-    settings: dict[str, Any] = field(default_factory=dict)
-    is_ready: bool = False
-
-    def __post_init__(self) -> None:
-        self.blocks: bool = "blocks" in dir(self.cls) and self.cls.blocks
-        if not isinstance(self.cls, type) or not {"run", "step"} & {*dir(self.cls)}:
-            raise ConfigError(
-                f"{AGENT_KEY}: {self.name} is {self.cls!r}, which plays no episodes: it needs `step` or `run`."
-            )
-
-    @property
-    def kind(self) -> str:
-        """The kind of its episodes in the table of extras."""
-        return "agent_loop" if "run" in dir(self.cls) else "class"
-
-
-def load_agents(config: AgentConfig) -> dict[str, Agent]:
-    """Loads the user's agents by name: an extra's, default_agent_loop as file.py:Class, and agent.program."""
-    agents = find("source", "agents")(config) if has("source", "agents") else {}
-    default = config.default_agent_loop
-    if default is not None and default not in agents:
-        if "." not in default and ":" not in default:
-            raise ConfigError(f"{AGENT_KEY}.default_agent_loop={default}: {known_names(agents)}")
-        agents[default] = Agent(default, load_named(default, f"{AGENT_KEY}.default_agent_loop"))
-    if config.program:
-        agents[PROGRAM] = find("source", PROGRAM)(config)
-    return agents
+def load_agents(config: AgentConfig) -> dict[str, Any]:
+    """Loads the user's classes that play episodes, by name (extras/tools/agents.py), if settings or files name any."""
+    if config == AgentConfig() and not has("optional", "agents"):
+        return {}
+    return find("optional", "agents", AGENT_KEY)(config)
 
 
 def known_names(agents: Iterable[str]) -> str:

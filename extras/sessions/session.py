@@ -29,8 +29,9 @@ from extras.server.app import TEMPLATE_ERRORS, chat_prompt, completion_prompts, 
 from extras.server.bodies import ChatBody, CompletionBody, Part, ResponseBuilder, TokenText, read_piece, with_text
 from extras.server.refusals import TooLong
 from extras.tools.parsers import ToolParser
+from extras.tools.shared_loop import Asked
 from extras.tools.templates import tool_kwargs
-from workers.agents.episode import Asked, EpisodeFailed, Limits, Policy
+from workers.agents.episode import EpisodeFailed, Limits, Policy
 from workers.engine_pump import EngineError
 
 OF_IDS = 0  # number of the turns that have no messages

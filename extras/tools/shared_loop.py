@@ -6,7 +6,8 @@ What blocks such a coroutine blocks all, so a thread looks who does; workers/age
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache
@@ -20,8 +21,10 @@ from configs.import_utils import bind
 from configs.schema import Config
 from data.chat import ChatFormat
 from data.concurrency import run, start_loop
+from data.seeding import derive_seed
 from data.types import Reply, Row
-from training.environment import AGENT_COLUMN, Agent
+from extras.tools.agents import Agent
+from training.environment import AGENT_COLUMN
 from workers.agents.episode import Episode
 from workers.agents.user_code import LOOK_SECONDS, as_failure, by_deadline, in_thread
 
@@ -121,6 +124,16 @@ async def contain(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def slots(queue: Any, size: int = SIDE_BY_SIDE) -> asyncio.Semaphore:
     """Returns the semaphore that lets `size` calls of this queue run side by side in the running loop."""
     return slots_of_loop.setdefault(asyncio.get_running_loop(), {}).setdefault(queue, asyncio.Semaphore(size))
+
+
+class Asked(Counter[int]):
+    """Numbers requests of one episode that may come at once by what they ask and how often that was asked, so that
+    their draws do not depend on the order in which they come."""
+
+    def number(self, prompt_ids: Sequence[int], *ways: int | str) -> int:
+        digest = derive_seed(0, *prompt_ids, *ways)
+        self[digest] += 1
+        return derive_seed(digest, self[digest])
 
 
 class UsersEpisode(Episode):

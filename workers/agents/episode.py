@@ -5,8 +5,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Awaitable, Hashable, Sequence
+from collections.abc import Awaitable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,16 +54,6 @@ class Policy:
         sampling = replace(sampling or self.sampling, max_tokens=max_tokens)
         seed = derive_seed(self.seed, "row", self.row, "turn", turn)
         return await self.pump.complete(prompt_ids, sampling, seed, self.episode, self.goes_on)
-
-
-class Asked(Counter[int]):
-    """Numbers requests of one episode that may come at once by what they ask and how often that was asked, so that
-    their draws do not depend on the order in which they come."""
-
-    def number(self, prompt_ids: Sequence[int], *ways: int | str) -> int:
-        digest = derive_seed(0, *prompt_ids, *ways)
-        self[digest] += 1
-        return derive_seed(digest, self[digest])
 
 
 class Episode(ABC):

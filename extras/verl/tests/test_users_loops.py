@@ -20,6 +20,7 @@ from data.protocol import DataProto
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
 from data.tools import function_tool
 from data.types import Completion, SamplingParams
+from extras.tools.shared_loop import Asked
 from extras.verl.agents import _agent_loop_registry, register
 from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput, sample_of, sampling_of
 from tests.engines import Scripted
@@ -32,7 +33,7 @@ from training.preparation import rows_to_score
 from training.reward import add_scores
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
-from workers.agents.episode import Asked, Limits
+from workers.agents.episode import Limits
 from workers.hf_rollout import HFRollout
 from workers.models import load_causal_lm
 from workers.rollout import build_rollout
