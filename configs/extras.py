@@ -121,6 +121,14 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
         "moves": "extras.gym.actions:compare_moves",
         "processes": "extras.gym.process_env:ProcessEnv",
     },
+    "format": {  # of calls, for extras/tools/parsers.py
+        "hermes": "extras.tools.parsers:HermesParser",
+        "plain": "extras.tools.formats:PlainParser",
+        "llama3": "extras.tools.formats:Llama3Parser",
+        "qwen3_coder": "extras.tools.formats:Qwen3CoderParser",
+        "glm": "extras.tools.formats:GLMParser",
+        "gpt-oss": "extras.tools.formats:HarmonyParser",
+    },
     # data
     "source": {
         "conversations": "extras.tools.conversations:ToolEpisodes",
@@ -190,9 +198,9 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
             name: f"extras.tools.parsers:{name}"
             for name in ("FunctionCall", "HermesParser", "ParsedAnswer", "ToolCall", "ToolParser", "parse_answer")
         },
-        "positions_and_metrics": "extras.curriculum.sample_metrics:positions_and_metrics",  # of a step, for samplers
+        "positions_and_metrics": "extras.curriculum.curriculum:positions_and_metrics",  # of a step, for samplers
         "agents": "extras.tools.agents:load_agents",
-        "behind_calls": "extras.tools.templates:behind_calls",
+        "behind_calls": "extras.tools.parsers:behind_calls",
     },
 }
 # Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those

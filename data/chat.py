@@ -290,7 +290,7 @@ def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
 class ChatFormat:
     """A tokenizer's chat template, as one conversation after the other goes through it.
 
-    `template_kwargs` go to the template, and what `tool_kwargs` (extras/tools/templates.py) returned into prompts.
+    `template_kwargs` go to the template, and what `tool_kwargs` (extras/tools/parsers.py) returned into prompts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto |
 
     A sampler is called as `update(batch)`, with the rows left out last (`with_left_out`), or as
     `update(indices, metrics)`: the positions of the samples that did not fail in the dataset, [E] int64, and numbers of
-    each (extras/curriculum/sample_metrics.py). A dataset that has `on_batch_end` is called as `on_batch_end(batch)`.
+    each (extras/curriculum/curriculum.py). A dataset that has `on_batch_end` is called as `on_batch_end(batch)`.
     """
     rows = with_left_out(batch, left_out)
     if hears_metrics(loader.sampler):

@@ -104,7 +104,7 @@ def build_environment(config: Config) -> Any | None:
 
 def data_settings(config: Config, tools: Mapping[str, Any] | None = None) -> DataConfig:
     """Returns the data section with its seed, by default of trainer.seed, and with the arguments that describe `tools`
-    in every prompt (extras/tools/templates.py)."""
+    in every prompt (extras/tools/parsers.py)."""
     data = config.data
     template = {**(tools or {}), **data.apply_chat_template_kwargs}
     seed = derive_seed(config.trainer.seed, "data") if data.seed is None else data.seed

@@ -46,8 +46,7 @@ from extras.server.dialects import model_card, serve_dialects
 from extras.server.gate import CLIENT_GONE, RETRY_SECONDS, Gate, server_config
 from extras.server.refusals import TooLong, error_body, refuse, refuse_body
 from extras.server.streaming import StreamingEngine
-from extras.tools.parsers import HermesParser, ToolParser
-from extras.tools.templates import tool_kwargs
+from extras.tools.parsers import HermesParser, ToolParser, tool_kwargs
 from workers.engine_pump import EngineError
 
 LOOK_SECONDS = 0.5  # between checks whether a client that waits for a whole answer is still there

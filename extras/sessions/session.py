@@ -28,9 +28,8 @@ from data.types import Completion, Message, Sample
 from extras.server.app import TEMPLATE_ERRORS, chat_prompt, completion_prompts, events, while_awaited
 from extras.server.bodies import ChatBody, CompletionBody, Part, ResponseBuilder, TokenText, read_piece, with_text
 from extras.server.refusals import TooLong
-from extras.tools.parsers import ToolParser
+from extras.tools.parsers import ToolParser, tool_kwargs
 from extras.tools.shared_loop import Asked
-from extras.tools.templates import tool_kwargs
 from workers.agents.episode import EpisodeFailed, Limits, Policy
 from workers.engine_pump import EngineError
 

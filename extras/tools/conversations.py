@@ -8,13 +8,12 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError, notice, notice_once
 from configs.import_utils import find, load_module
 from configs.schema import MultiTurnConfig
-from data.chat import ChatFormat
+from data.chat import QUESTION, ChatFormat
 from data.rows import kwargs_in
 from data.types import Row
 from extras.tools.factory import Factory, ToolsBeside
 from extras.tools.files import tools_of_yaml
-from extras.tools.parsers import ToolParser
-from extras.tools.templates import shows_tools, tool_kwargs
+from extras.tools.parsers import ToolParser, shows_tools, tool_kwargs
 from extras.tools.tool_classes import KEY, TOOL_MARK, BaseTool, FunctionTool
 from extras.tools.tool_episode import ToolEpisode
 from extras.tools.toolbox import Toolbox
@@ -81,6 +80,13 @@ class ToolEpisodes:
                 f"neither the chat template nor {form} shows tools, so the policy reads nothing of {names}: say in the "
                 "prompts how they are called, or set custom_chat_template."
             )
+
+    def check_template(self, chat: ChatFormat) -> None:
+        """Raises ValueError for a template that does not go on from an answer by what users and tools say."""
+        if self.users:
+            chat.check_keeps_thoughts("user")
+        if self.tools:
+            chat.increment_text([{"role": "tool", "content": QUESTION}])
 
     def check(self, row: Row) -> None:
         """Raises ValueError if a row names a simulated user that is not there, or none where there are some."""

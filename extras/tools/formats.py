@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from extras.tools.parsers import (
-    HermesParser,
     ParsedAnswer,
     Schemas,
     ToolCall,
@@ -263,9 +262,3 @@ def read_argument(text: str, property_schema: Any) -> Any:
 def as_text(value: Any) -> str:
     """Writes an argument as the formats of tags do: a text as it is, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-FORMATS: dict[str, type[ToolParser]] = {  # by their names in multi_turn.format
-    "hermes": HermesParser, "plain": PlainParser, "llama3": Llama3Parser, "qwen3_coder": Qwen3CoderParser,
-    "glm": GLMParser, "gpt-oss": HarmonyParser,
-}  # fmt: skip

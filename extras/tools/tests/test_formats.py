@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.extras import TABLE
 from custom.tiny_model import build_tokenizer
 from data.chat import Answer, encode_prompt
 from data.protocol import DataProto
 from data.types import SamplingParams
-from extras.tools.formats import FORMATS
 from extras.tools.parsers import FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
 from extras.tools.tests.test_tools import BOTH
 from extras.tools.toolbox import checked_arguments
@@ -187,7 +187,7 @@ TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: 
 
 
 @settings(deadline=None, max_examples=250)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", TABLE["format"])
 @given(calls=st.lists(ARGUMENTS, min_size=1, max_size=2), thought=st.sampled_from(["", *THOUGHTS]))
 def test_any_arguments_that_a_format_writes_are_read_as_they_were(form, calls, thought):
     """Whatever tags a text has, it is read as that text, also behind a thought and behind another call."""

@@ -16,8 +16,7 @@ from data.chat import ChatFormat, encode_prompt
 from data.protocol import DataProto
 from data.types import Completion, Request, SamplingParams
 from extras.tools.conversations import ToolEpisodes
-from extras.tools.parsers import ToolParser
-from extras.tools.templates import tool_kwargs
+from extras.tools.parsers import ToolParser, tool_kwargs
 from tests.engines import Playing, Scripted
 from tests.runs import compose
 from tests.test_chat import tokenizer_with
