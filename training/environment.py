@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError, notice
 from configs.extras import has
 from configs.import_utils import bind, find, load_extern_object
-from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, SuccessConfig
+from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, SuccessConfig
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
 from data.seeding import derive_seed
@@ -152,16 +152,17 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
 def worker_env_setup(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvSetup:
     """Builds the setup that the driver has checked anew from the config, where episodes are played."""
     environment = build_environment(config)
-    conversations = load_conversations(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
-    tools = conversations and conversations.template_kwargs(tokenizer)
-    dataset = env_dataset(data_settings(config, tools), environment, tokenizer, size=1)
+    dataset = env_dataset(load_conversations(config, tokenizer)[1], environment, tokenizer, size=1)
     reward = load_reward_manager(config.reward, tokenizer, environment, config)
     return EnvSetup(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
 
 
-def load_conversations(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> Any | None:
-    """Loads what rows talk to, tools and simulated users (extras/tools/conversations.py); None: rows are answered."""
-    return find("source", "conversations")(settings, tokenizer) if settings.enable else None
+def load_conversations(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Any | None, DataConfig]:
+    """Loads what rows talk to, tools and simulated users (extras/tools/conversations.py; None: rows are answered), and
+    the data section whose prompts describe them."""
+    settings = config.actor_rollout_ref.rollout.multi_turn
+    conversations = find("source", "conversations")(settings, tokenizer) if settings.enable else None
+    return conversations, data_settings(config, conversations and conversations.template_kwargs(tokenizer))
 
 
 def load_agents(config: AgentConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from data.seeding import seed_everything
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, TAKES_NO_PENALTY
-from training.environment import data_settings, load_conversations
+from training.environment import load_conversations
 from training.losses import TENSOR_ARGS, bind_policy_loss, get_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.roles import (
@@ -80,15 +80,12 @@ def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer
     check_models(config, roles)
     checkpoint_to_resume(config)  # or raises
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    conversations = load_conversations(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
-    if conversations:
-        conversations.tell(tokenizer)
-    data = data_settings(config, conversations and conversations.template_kwargs(tokenizer))
+    conversations, data = load_conversations(config, tokenizer)
     chat = ChatFormat(tokenizer, data.apply_chat_template_kwargs)
     if config.env.mode == "episode" and config.env.history == "transcript":
         chat.check_keeps_thoughts("user")
     if conversations:
-        conversations.check_template(chat)
+        conversations.tell(chat)
     return Plan(config, trainer_class, roles, tokenizer, conversations, data)
 
 

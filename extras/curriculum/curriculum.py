@@ -271,27 +271,23 @@ def shares(weights: Mapping[str, float], total: int) -> dict[str, int]:
 
 
 def positions_and_metrics(batch: DataProto) -> tuple[np.ndarray, "SampleMetrics"]:
-    """Returns the places in the dataset of the samples that did not fail, [E] int64, and numbers of each."""
-    episodes = EpisodeRows(batch)
-    is_complete = episodes.is_complete().numpy()
-    positions = batch.dataset_position[episodes.last_row][is_complete].astype(np.int64)
-    metrics = {name: values[is_complete] for name, values in sample_metrics(batch).items()}
-    return positions, SampleMetrics(metrics, positions)
-
-
-def sample_metrics(batch: DataProto) -> dict[str, np.ndarray]:
-    """Computes numbers of each sample, by name, [E] float64, beside those that the reward returned.
+    """Returns the places in the dataset of the samples that did not fail, [E] int64, and numbers of each.
 
     A sample is a row, or an episode of several. reward: the score. length: the policy's tokens. loss: how far the score
-    is below the mean of all that did not fail, which is the policy gradient's where that mean is the baseline and the
-    ratio 1. The estimator's own advantages do not compare rows: in a group they may sum to 0, whatever it scored.
+    is below the mean of all these, which is the policy gradient's where that mean is the baseline and the ratio 1. The
+    estimator's own advantages do not compare rows: in a group they may sum to 0, whatever it scored. What the reward
+    returned beside the score is there, too.
     """
     episodes = EpisodeRows(batch)
-    scores, lengths = episodes.scores().double(), episodes.total(batch.batch["response_mask"].sum(1))
-    metrics = {"reward": scores, "length": lengths, "loss": scores[episodes.is_complete()].mean() - scores}
-    values = {name: numbers.double().numpy() for name, numbers in metrics.items()}
-    extra = {name: batch.non_tensor_batch[name][episodes.last_row] for name in batch.meta_info["reward_extra_keys"]}
-    return extra | values
+    is_complete = episodes.is_complete()
+    scores = episodes.scores()[is_complete].double()
+    lengths = episodes.total(batch.batch["response_mask"].sum(1))[is_complete]
+    numbers = {"reward": scores, "length": lengths, "loss": scores.mean() - scores}
+    last_row = episodes.last_row[is_complete.numpy()]
+    metrics = {name: batch.non_tensor_batch[name][last_row] for name in batch.meta_info["reward_extra_keys"]}
+    metrics |= {name: values.double().numpy() for name, values in numbers.items()}
+    positions = batch.dataset_position[last_row].astype(np.int64)
+    return positions, SampleMetrics(metrics, positions)
 
 
 class SampleMetrics(dict[str, np.ndarray]):

@@ -67,22 +67,20 @@ class ToolEpisodes:
         """Returns the arguments of `encode_prompt` that describe the tools to the policy."""
         return tool_kwargs([tool.tool_schema.model_dump() for tool in self.tools.values()], self.parser, tokenizer)
 
-    def tell(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Says where prompts describe the tools, if the chat template does not, or that nothing does."""
+    def tell(self, chat: ChatFormat) -> None:
+        """Says where prompts describe the tools, if the chat template does not, or that nothing does. Raises ValueError
+        for a template that does not go on from an answer by what users and tools say."""
         names, form = ", ".join(self.tools), f"{KEY}.format={self.settings.format}"
-        if "tool_text" in self.template_kwargs(tokenizer):
+        if "tool_text" in chat.template_kwargs:
             notice(
                 f"the chat template does not show tools, so the system message describes {names} and how {form} calls "
                 "them, in prompts that are chats."
             )
-        elif self.tools and not shows_tools(tokenizer):
+        elif self.tools and not shows_tools(chat.tokenizer):
             notice(
                 f"neither the chat template nor {form} shows tools, so the policy reads nothing of {names}: say in the "
                 "prompts how they are called, or set custom_chat_template."
             )
-
-    def check_template(self, chat: ChatFormat) -> None:
-        """Raises ValueError for a template that does not go on from an answer by what users and tools say."""
         if self.users:
             chat.check_keeps_thoughts("user")
         if self.tools:

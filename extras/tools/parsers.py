@@ -251,14 +251,12 @@ def shows_system(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
 
 
-def behind_calls(chat: ChatFormat, messages: list[Message], calls: Sequence[Any]) -> tuple[str, str] | None:
+def behind_calls(
+    chat: ChatFormat, messages: list[Message], calls: Sequence[Any], names: Sequence[str] = ()
+) -> tuple[str, str] | None:
     """Returns what stands behind an answer, and the end of its turn there, for templates that take a result only behind
-    a call of its tool: with such a call before each; None: the template takes them nowhere."""
-    return _behind(chat, messages, names_of_results(messages, calls))
-
-
-def _behind(chat: ChatFormat, messages: list[Message], names: list[str]) -> tuple[str, str] | None:
-    """Returns the text behind calls of the tools of these names, and the token that ends a turn there, as a text."""
+    a call of its tool: with such a call before each, by its name; None: the template takes them nowhere."""
+    names = names or names_of_results(messages, calls)
     with suppress(ValueError, TypeError, TemplateError):
         answer, told = turn_of_results(messages, names)
         text = chat.text_behind(answer, told)
@@ -268,7 +266,8 @@ def _behind(chat: ChatFormat, messages: list[Message], names: list[str]) -> tupl
             return text[ends[-1].start() :], ends[-1][0]
     if len(names) > 1:  # gpt-oss's template has one call in a message
         cut = [place for place, message in enumerate(messages) if message["role"] == "tool"][1]
-        first, rest = _behind(chat, messages[:cut], names[:1]), _behind(chat, messages[cut:], names[1:])
+        first = behind_calls(chat, messages[:cut], calls, names[:1])
+        rest = behind_calls(chat, messages[cut:], calls, names[1:])
         if first and rest:
             opening = chat.render(START, True).removeprefix(chat.render(START, False))
             return first[0].removesuffix(opening) + rest[0].removeprefix(rest[1]), first[1]
@@ -282,7 +281,7 @@ def names_of_results(messages: list[Message], calls: Sequence[Any]) -> list[str]
     return [each.get("name") or names.get(each.get("tool_call_id") or place, "tool") for place, each in results]
 
 
-def turn_of_results(messages: list[Message], names: list[str]) -> tuple[Message, list[Message]]:
+def turn_of_results(messages: list[Message], names: Sequence[str]) -> tuple[Message, list[Message]]:
     """Returns an assistant's message that calls the tools of these names, and the messages with their results behind
     it; the ANSWER is in the last call's arguments."""
     results = [message for message in messages if message["role"] == "tool"]

@@ -34,7 +34,7 @@ def calculator(expression: str) -> str:
 def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Returns what prompts say of tools, and prints what whoever starts the run is told."""
     episodes = ToolEpisodes(settings, tokenizer)
-    episodes.tell(tokenizer)
+    episodes.tell(ChatFormat(tokenizer, episodes.template_kwargs(tokenizer)))
     return episodes.template_kwargs(tokenizer)
 
 
