@@ -108,7 +108,7 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
     },
     # episodes
     "episode": {
-        "class": "workers.agents.user_code:UsersEpisode",
+        "class": "extras.tools.shared_loop:UsersEpisode",
         "agent_loop": "extras.verl.users_loop:LoopEpisode",
         "program": "extras.sessions.play:ProgramEpisode",
     },
@@ -121,7 +121,8 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
         "moves": "extras.gym.actions:compare_moves",
         "processes": "extras.gym.process_env:ProcessEnv",
     },
-    "format": {  # of calls, beside those of data/tool_parsers.py
+    "format": {  # of calls, for extras/tools/parsers.py
+        "hermes": "extras.tools.parsers:HermesParser",
         "plain": "extras.tools.formats:PlainParser",
         "llama3": "extras.tools.formats:Llama3Parser",
         "qwen3_coder": "extras.tools.formats:Qwen3CoderParser",
@@ -193,6 +194,13 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
             name: f"extras.tools.tool_classes:{name}"
             for name in ("BaseTool", "FunctionTool", "ToolResponse", "ToolSchema", "function_tool", "schema_of_text")
         },
+        **{
+            name: f"extras.tools.parsers:{name}"
+            for name in ("FunctionCall", "HermesParser", "ParsedAnswer", "ToolCall", "ToolParser", "parse_answer")
+        },
+        "positions_and_metrics": "extras.curriculum.curriculum:positions_and_metrics",  # of a step, for samplers
+        "agents": "extras.tools.agents:load_agents",
+        "behind_calls": "extras.tools.parsers:behind_calls",
     },
 }
 # Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those
@@ -215,8 +223,10 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("rules", "sandbox"),
     ("scorers", "processes"),
     ("server", "standalone"),
+    ("server", "tools"),
     ("sessions", "sandbox"),
     ("sessions", "server"),
+    ("sessions", "tools"),
     ("sglang", "openai"),
     ("sweep", "restarts"),
     ("sandbox", "tools"),

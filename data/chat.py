@@ -19,8 +19,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
+from configs.import_utils import find
 from data.pretrained import template_terminator
-from data.tool_parsers import Answer, ToolParser
 from data.types import Message
 
 Prompt = str | list[Message]
@@ -34,6 +34,36 @@ MARK = re.compile(r"(text|parts|calls)-0417-(\d+)-\d+-")  # stands for what a me
 THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 ASKS_FOR_NONE = re.compile(r"content\W{0,3} (?:is|==) none", re.IGNORECASE)  # in templates, as DeepSeek's
 BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode keeps it out of all texts
+
+
+class Answer(str):
+    """An answer as text without special tokens, which knows the tokens that were sampled.
+
+    `stopped`: whether the last of them ended it. `cut`: how many of its last characters, from a stop string on, are not
+    part of it.
+    """
+
+    def __new__(cls, token_ids: list[int], tokenizer: Any, stopped: bool, cut: int = 0) -> "Answer":
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        answer = super().__new__(cls, text[: len(text) - cut])
+        answer.token_ids, answer.tokenizer, answer.stopped, answer.cut = token_ids, tokenizer, stopped, cut
+        return answer
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy is the text alone
+        return str, (str(self),)
+
+    @property
+    def ending(self) -> str:
+        """Returns the special token that ended the answer, or ""."""
+        last = self.token_ids[-1:]
+        is_text = not self.stopped or self.tokenizer.decode(last, skip_special_tokens=True)
+        return "" if is_text else self.tokenizer.decode(last)
+
+    @property
+    def sampled(self) -> str:
+        """Returns the text with its special tokens, but for the `ending`."""
+        text = self.tokenizer.decode(self.token_ids).removesuffix(self.ending)
+        return text[: len(text) - self.cut]
 
 
 def parse_prompt(value: Any) -> Prompt:
@@ -127,32 +157,6 @@ def encode_prompt(
         kwargs["tools"] = as_text(kwargs["tools"], tokenizer)
     text = render(messages, tokenizer, generation_prompt=True, **kwargs)
     return encode_pieces(text, tokenizer, begins_text=tokenizer.chat_template is None)
-
-
-def tool_kwargs(
-    schemas: list[dict[str, Any]], parser: ToolParser, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    """Returns the arguments of `encode_prompt` that describe tools: schemas for a template that knows of tools, else
-    as `tool_text` in the parser's layout, where the template writes system messages; calls likewise."""
-    if not schemas:
-        return {}
-    text = "" if shows_tools(tokenizer) else parser.describe(schemas)
-    if not text or not shows_system(tokenizer):
-        return {"tools": schemas}
-    writes = type(parser).write is not ToolParser.write and "tool_calls" not in str(tokenizer.chat_template)
-    return {"tools": schemas, "tool_text": text} | ({"write_call": parser.write} if writes else {})
-
-
-def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return "tools" in str(tokenizer.chat_template)
-
-
-def shows_system(tokenizer: PreTrainedTokenizerBase) -> bool:
-    messages = [{"role": "system", "content": ANSWER}, {"role": "user", "content": QUESTION}]
-    try:
-        return ANSWER in render(messages, tokenizer, generation_prompt=True)
-    except (TemplateError, ValueError):  # refuses them, as Gemma's, or leaves them out
-        return False
 
 
 def told_of_tools(messages: list[Message], descriptions: str) -> list[Message]:
@@ -286,7 +290,7 @@ def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
 class ChatFormat:
     """A tokenizer's chat template, as one conversation after the other goes through it.
 
-    `template_kwargs` go to the template, and what `tool_kwargs` returned into prompts.
+    `template_kwargs` go to the template, and what `tool_kwargs` (extras/tools/parsers.py) returned into prompts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
@@ -336,34 +340,17 @@ class ChatFormat:
         the end of all."""
         specials = special_tokens(self.tokenizer)
         try:
-            text = self._text_behind({"role": "assistant", "content": ANSWER}, messages)
+            text = self.text_behind({"role": "assistant", "content": ANSWER}, messages)
             end = re.match(rf"\s*({specials.pattern})(?=\s*(?:{specials.pattern}))", text)
             return text, self.tokenizer.convert_tokens_to_ids(end[1]) if end and self.terminator is not None else None
         except ValueError:
-            names = names_of_results(messages, calls)
-            if behind := self._behind_calls(messages, names) if names else None:
+            if not any(message["role"] == "tool" for message in messages):
+                raise
+            if behind := find("optional", "behind_calls")(self, messages, calls):
                 return behind[0], self.tokenizer.convert_tokens_to_ids(behind[1])
             raise
 
-    def _behind_calls(self, messages: list[Message], names: list[str]) -> tuple[str, str] | None:
-        """Returns what `_behind` does, for templates that take a result only behind a call of its tool: with such a
-        call before each; the end is a text."""
-        with suppress(ValueError, TypeError, TemplateError):
-            answer, results = turn_of_results(messages, names)
-            text = self._text_behind(answer, results)
-            alone = self.render([*START, answer], generation_prompt=False).partition(ANSWER)[2]
-            marks = special_tokens(self.tokenizer).finditer(text)
-            if ends := [mark for mark in marks if alone.startswith(text[: mark.end()])]:
-                return text[ends[-1].start() :], ends[-1][0]
-        if len(names) > 1:  # gpt-oss's template has one call in a message
-            cut = [index for index, message in enumerate(messages) if message["role"] == "tool"][1]
-            first, rest = self._behind_calls(messages[:cut], names[:1]), self._behind_calls(messages[cut:], names[1:])
-            if first and rest:
-                opening = self.render(START, True).removeprefix(self.render(START, False))
-                return first[0].removesuffix(opening) + rest[0].removeprefix(rest[1]), first[1]
-        return None
-
-    def _text_behind(self, answer: Message, messages: list[Message]) -> str:
+    def text_behind(self, answer: Message, messages: list[Message]) -> str:
         """Returns what the template writes behind the ANSWER in a message when `messages` follow it."""
         try:
             rendered = self.render([*START, answer, *messages], generation_prompt=True)
@@ -396,23 +383,3 @@ class ChatFormat:
 def messages_named(messages: list[Message]) -> str:
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
     return f"messages of the role {roles}"
-
-
-def names_of_results(messages: list[Message], calls: Sequence[Any]) -> list[str]:
-    """Returns the names of the tools whose results are in `messages`, as these say or the calls do."""
-    names = {call.get("id", index): call.get("function", call)["name"] for index, call in enumerate(calls)}
-    results = enumerate(message for message in messages if message["role"] == "tool")
-    return [result.get("name") or names.get(result.get("tool_call_id") or index, "tool") for index, result in results]
-
-
-def turn_of_results(messages: list[Message], names: list[str]) -> tuple[Message, list[Message]]:
-    """Returns an assistant's message that calls the tools of these names, and the messages with their results behind
-    it; the ANSWER is in the last call's arguments."""
-    results = [message for message in messages if message["role"] == "tool"]
-    ids = [result.get("tool_call_id") or f"{index:09}" for index, result in enumerate(results)]  # Mistral's have 9
-    next_id = iter(ids)
-    messages = [item | {"tool_call_id": next(next_id)} if item["role"] == "tool" else item for item in messages]
-    functions = [{"name": name, "arguments": {}} for name in names]
-    functions[-1]["arguments"] = {ANSWER: 0}
-    calls = [{"id": id, "type": "function", "function": call} for id, call in zip(ids, functions, strict=True)]
-    return {"role": "assistant", "content": "", "tool_calls": calls}, messages

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from configs.checks import no_batch_error
 from configs.errors import ConfigError, notice
+from configs.extras import check_present
 from configs.import_utils import asked_for, bind, check_reads, load_subclass, required_arguments
 from configs.schema import DataConfig
 from data.protocol import DataProto
@@ -135,7 +136,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
         sampler = bind(sampler_class, arguments, chosen.kwargs, f"{key}={chosen.class_name}")()
         if not isinstance(sampler, AbstractSampler):
             return PlainSampler(dataset, data_config, sampler)
-        takes_metrics(sampler)  # or raises
+        if takes_metrics(sampler):  # or raises
+            check_present("optional", "positions_and_metrics")
         return sampler
     for sampler_class in asked_for("sampler", data_config):
         return sampler_class(dataset, data_config, seed)

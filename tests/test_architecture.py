@@ -18,6 +18,7 @@ MAX_MODULE, MAX_FUNCTION, MAX_POSITIONAL = 450, 50, 6  # lines, lines, parameter
 MAX_TOUR = 2400  # lines to read of the files in docs/tour.md: one afternoon
 
 UPSTREAM = "workers/upstream.py"
+PRIVATE_NAMES = (UPSTREAM, "extras/sharding/private_names.py")
 
 Finding = tuple[str, str]  # (what an exemption would name: module or module:function, what is wrong)
 
@@ -62,6 +63,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "extras/sandbox/child.py": "what a policy's program raises is its output",
         "extras/scorers/program.py": "answers what the user's reward raised, in a process of its own",
         "workers/agents/user_code.py": "hands on to whoever waits what the user's code raised in a thread",
+        "extras/tools/shared_loop.py": "hands on to whoever waits what the user's code raised in the loop",
         "extras/tools/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/agents/episode.py": "an environment or a tool that raises ends its episode, counted and shown",
     },
@@ -97,7 +99,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "custom/env_wrapper.py": "gymnasium tells nobody else where the cliff of CliffWalking is",
         "data/concurrency.py": "asyncio's connection, in a layer below",
     },
-    "introspection": {UPSTREAM: "what another version lacks"},
+    "introspection": dict.fromkeys(PRIVATE_NAMES, "what another version lacks"),
     "environment": {
         "configs/process.py": "sets what torch reads when it is loaded, and Hydra's switch, and keys to servers",
         "extras/verl/__main__.py": "a script for verl reads the variables of whoever starts it, and sets others",
@@ -222,13 +224,13 @@ PRIVATE = re.compile(r"([A-Za-z]\w*\.)+_[A-Za-z][\w.]*")  # a dotted name with a
 
 
 def private_names(trees: dict[str, ast.Module]) -> Iterator[Finding]:
-    """Private names of other packages are used in workers/upstream.py alone; what we define, or set, is ours."""
+    """Private names of other packages are used in files for them alone; what we define, or set, is ours."""
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     ours |= {
         node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
     }
-    for file in trees.keys() - {UPSTREAM}:
+    for file in trees.keys() - {*PRIVATE_NAMES}:
         names = {*imported(trees[file])}
         roots = {name.split(".")[0] for name in names} - {*LAYERS, "custom"}
         nodes = [node for node in ast.walk(trees[file]) if isinstance(node, ast.Attribute | ast.Constant)]

@@ -3,6 +3,7 @@
 import pytest
 from jinja2 import TemplateError
 
+from configs.extras import has
 from data.chat import ChatFormat, lost_mark
 from data.types import Message
 from tests.test_chat import tokenizer_with
@@ -216,6 +217,8 @@ REFUSED = {
     "GLM-4.5": {"answer before a thought", *ODD},
     "Kimi K2": {"a call with another id", *BESIDE},  # ids hold the names
 }
+HAS_TOOLS = has("optional", "behind_calls")
+needs_tools = pytest.mark.skipif(not HAS_TOOLS, reason="extras/tools was removed")
 BEHIND_CALLS = {"Mistral v0.3", "gpt-oss"}  # in a prompt they refuse a result behind a text: an answer's text may call
 
 
@@ -232,7 +235,7 @@ def test_what_a_message_says_is_written_or_refused(family: str, case: str):
         ways.append(lambda: chat.increment(messages[2:], stopped=True))
         says = says if len(messages) == 3 and messages[2] != USER else ["ask"]
     for encode in ways:
-        is_taken = encode is not ways[0] and case in RESULTS and family in BEHIND_CALLS
+        is_taken = encode is not ways[0] and case in RESULTS and family in BEHIND_CALLS and HAS_TOOLS
         if case in REFUSED[family] and not is_taken:
             with pytest.raises((ValueError, TemplateError)):
                 encode()
@@ -289,6 +292,7 @@ ANSWERS = {
 }
 
 
+@needs_tools
 @pytest.mark.parametrize("family", ANSWERS)
 def test_behind_a_call_stands_what_the_template_writes_of_the_whole_conversation(family: str):
     """All tokens are equal, whether the answer ended by itself, by any stop id, or was cut before its end."""
@@ -305,6 +309,7 @@ def test_behind_a_call_stands_what_the_template_writes_of_the_whole_conversation
         assert chat.increment([result], False, ids[-1], calls) == [*end, *told_ids]
 
 
+@needs_tools
 def test_each_of_several_results_stands_behind_calls_if_the_template_takes_more_than_one():
     """gpt-oss's template writes one call of a message, and the results behind it by its name."""
     results = [{"role": "tool", "content": text, "tool_call_id": f"id_of_{text}"} for text in ("nine", "</s>", "six")]

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from configs.extras import has
+from configs.import_utils import find
 from configs.schema import AlgorithmConfig
 from data.protocol import DataProto
 from data.types import FAILED_END_REASONS
 from tests.batches import Turn, episode_batch, random_groups
 from training.advantage import Estimator, kl_in_reward
-from training.collection import sample_metrics
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator
 from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
@@ -167,9 +168,11 @@ def test_what_the_reward_says_and_samplers_hear_is_of_episodes(history):
     batch.meta_info["reward_extra_keys"] = ["acc"]
     measured = {"mean": 0.5, "std": 0.5, "min": 0, "max": 1}
     assert reward_metrics(batch) == {f"reward/acc/{name}": value for name, value in measured.items()}
-    found = sample_metrics(batch)
-    assert found["reward"].tolist() == [2.5, 1, 0] and found["length"].tolist() == [4, 2, 0]
-    assert [*found["acc"]] == [0, 1, 7] and found["loss"].tolist() == [-0.75, 0.75, 1.75]
+    if has("optional", "positions_and_metrics"):
+        positions, numbers = find("optional", "positions_and_metrics")(batch)
+        assert positions.tolist() == [4, 5] and [*numbers["acc"]] == [0, 1]
+        assert numbers["reward"].tolist() == [2.5, 1] and numbers["length"].tolist() == [4, 2]
+        assert numbers["loss"].tolist() == [-0.75, 0.75]
 
 
 # Failures

@@ -4,13 +4,12 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from configs.schema import DataConfig, SamplerConfig
-from data.protocol import DataProto, object_array
+from data.protocol import DataProto
 from data.sampler import (
     AbstractSampler,
     Dynamic,
@@ -20,7 +19,6 @@ from data.sampler import (
     create_rl_sampler,
     takes_metrics,
 )
-from training.collection import SampleMetrics, update_sampler
 
 CONFIG = DataConfig()
 
@@ -270,53 +268,6 @@ def assert_resuming_is_exact(config):
             batch = resumed.next_batch()
             assert seen(batch) == expected
             heard(resumed, batch, reward)
-
-
-class EasyMore(SequentialSampler):
-    """A curriculum as guides write one: rows of little loss weigh more, sample by sample."""
-
-    def __init__(self, data_source, data_config):
-        super().__init__(data_source, data_config)
-        self.weights = np.ones(len(data_source))
-
-    def update(self, indices, metrics):
-        for idx in indices:
-            self.weights[idx] *= 1.05 if metrics.get(idx, {}).get("loss", 0) < 0.2 else 0.95
-
-
-class HardMore(EasyMore):
-    def update(self, indices, metrics):
-        for idx in range(len(self.data_source)):
-            if idx in metrics:
-                self.weights[idx] = 1 + metrics[idx]["loss"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "weights"), [(EasyMore, [1.05**2, 0.95**2, 1, 1.05**4]), (HardMore, [0.375, 1.375, 1, 1.125])]
-)
-def test_a_curriculum_by_the_loss_of_rows_moves_by_what_they_scored(kind, weights):
-    """Row 2 failed, row 3 was drawn twice. The mean score is 3/8; advantages sum to 0 in each row, as GRPO's do."""
-    scores, rows = torch.tensor([1.0, 1, 0, 0, 0, 0, 1, 0, 0, 0]), [0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
-    mask = torch.tensor([[0.0 if row == 2 else 1.0] for row in rows])
-    advantages = torch.tensor([0.0, 0, 0, 0, 0, 0, 1, -1, 0, 0])
-    columns = {"token_level_scores": scores[:, None], "advantages": advantages[:, None], "response_mask": mask}
-    batch = DataProto.from_dict(columns, {"dataset_position": object_array(rows)}, {"reward_extra_keys": []})
-    sampler = kind(Numbers(4), CONFIG)
-    update_sampler(PromptLoader(Numbers(4), 1, sampler), batch, None)
-    assert sampler.weights == pytest.approx(weights)
-
-
-def test_metrics_are_arrays_by_name_and_the_means_of_a_rows_samples_by_its_position():
-    columns = {"loss": np.array([1.0, 2.0, 4.0]), "note": object_array("abc")}
-    metrics = SampleMetrics(columns, np.array([4, 4, 7]))
-    assert [*metrics] == [*dict(metrics.items())] == ["loss", "note"] and len(metrics) == 2
-    assert metrics["loss"] is metrics.get("loss") is columns["loss"]
-    for integer in (int, np.int32, np.int64):
-        assert metrics[integer(4)] == metrics.get(integer(4)) == {"loss": 1.5} and integer(7) in metrics
-        assert metrics.get(integer(5), {}) == {} and integer(5) not in metrics
-    for absent in (5, "reward"):
-        with pytest.raises(KeyError):
-            metrics[absent]
 
 
 def test_a_dataset_that_shrinks_is_told():

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.runs import ROOT
+from tests.test_architecture import PRIVATE_NAMES
 from workers import upstream
 
 FSDP = "torch.distributed.fsdp._fully_shard"
@@ -62,7 +61,8 @@ def test_a_private_name_is_where_the_product_looks_for_it(name):
 
 
 def test_every_private_name_of_upstream_is_looked_up():
-    nodes = [*ast.walk(ast.parse(Path(upstream.__file__).read_text()))]
+    files = [ROOT / file for file in PRIVATE_NAMES if (ROOT / file).exists()]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -119,33 +119,3 @@ def test_ray_is_asked_for_by_its_setting_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"^trainer\.executor=ray.* needs the package ray.*executor=local\.$"):
         upstream.ray.is_initialized()
-
-
-def part_of_torch_2_11(monkeypatch: pytest.MonkeyPatch, group: SimpleNamespace | None) -> SimpleNamespace:
-    state = SimpleNamespace(_fsdp_param_group=group)
-    monkeypatch.setattr(torch.distributed.fsdp.fully_shard, "state", lambda part: state)
-    return SimpleNamespace()
-
-
-def test_the_groups_of_a_part_are_a_list_in_every_version(monkeypatch):
-    part = part_of_torch_2_11(monkeypatch, None)
-    assert upstream.fsdp_state(part)[1] == []
-    group = SimpleNamespace()
-    assert upstream.fsdp_state(part_of_torch_2_11(monkeypatch, group))[1] == [group]
-
-
-@pytest.mark.parametrize(
-    ("grad", "summed", "expected"),
-    [(None, None, [0.0, 0.0]), ([1.0, 2.0], None, [1.0, 2.0]), (None, [3.0, 4.0], None)],
-)
-def test_torch_2_11_sums_zeros_of_weights_that_a_rank_did_not_use(grad, summed, expected, monkeypatch):
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = None if grad is None else torch.tensor(grad)
-    held = SimpleNamespace(_unsharded_param=weight, unsharded_accumulated_grad=summed)
-    sent = []
-    group = SimpleNamespace(fsdp_params=[held, SimpleNamespace()], reduce_grads=True, comm_ctx=None)
-    group.post_backward = lambda: sent.append(weight.grad)
-    upstream.sum_unused(part_of_torch_2_11(monkeypatch, group))
-    group.post_backward()
-    [gradient] = sent
-    assert (gradient is None) if expected is None else gradient.tolist() == expected

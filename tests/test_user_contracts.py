@@ -205,7 +205,10 @@ HEARD = []
 """
 
 
-@pytest.mark.parametrize("name", ["ByBatch", "ByRow"])
+hears_metrics = pytest.mark.skipif(not has("optional", "positions_and_metrics"), reason="extras/curriculum was removed")
+
+
+@pytest.mark.parametrize("name", ["ByBatch", pytest.param("ByRow", marks=hears_metrics)])
 @pytest.mark.parametrize("filters", [False, True])
 def test_a_sampler_hears_of_every_row_of_a_step(desk: Desk, name, filters):
     """A sampler hears also of rows that are not learnt from: with dynamic sampling, every group ties here."""

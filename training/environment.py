@@ -1,15 +1,15 @@
 """Builds the environment, its prompts and its action parser, for training and validation."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
 from configs.extras import has
-from configs.import_utils import bind, find, load_extern_object, load_named
-from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, SuccessConfig
+from configs.import_utils import bind, find, load_extern_object
+from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, SuccessConfig
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
 from data.seeding import derive_seed
@@ -104,7 +104,7 @@ def build_environment(config: Config) -> Any | None:
 
 def data_settings(config: Config, tools: Mapping[str, Any] | None = None) -> DataConfig:
     """Returns the data section with its seed, by default of trainer.seed, and with the arguments that describe `tools`
-    in every prompt (`data.chat.tool_kwargs`)."""
+    in every prompt (extras/tools/parsers.py)."""
     data = config.data
     template = {**(tools or {}), **data.apply_chat_template_kwargs}
     seed = derive_seed(config.trainer.seed, "data") if data.seed is None else data.seed
@@ -152,57 +152,24 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
 def worker_env_setup(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvSetup:
     """Builds the setup that the driver has checked anew from the config, where episodes are played."""
     environment = build_environment(config)
-    conversations = load_conversations(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
-    tools = conversations and conversations.template_kwargs(tokenizer)
-    dataset = env_dataset(data_settings(config, tools), environment, tokenizer, size=1)
+    dataset = env_dataset(load_conversations(config, tokenizer)[1], environment, tokenizer, size=1)
     reward = load_reward_manager(config.reward, tokenizer, environment, config)
     return EnvSetup(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
 
 
-def load_conversations(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> Any | None:
-    """Loads what rows talk to, tools and simulated users (extras/tools/conversations.py); None: rows are answered."""
-    return find("source", "conversations")(settings, tokenizer) if settings.enable else None
+def load_conversations(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Any | None, DataConfig]:
+    """Loads what rows talk to, tools and simulated users (extras/tools/conversations.py; None: rows are answered), and
+    the data section whose prompts describe them."""
+    settings = config.actor_rollout_ref.rollout.multi_turn
+    conversations = find("source", "conversations")(settings, tokenizer) if settings.enable else None
+    return conversations, data_settings(config, conversations and conversations.template_kwargs(tokenizer))
 
 
-@dataclass(eq=False)
-class Agent:
-    """A class that plays episodes, an `Episode` or an agent loop, under the name that rows call it by.
-
-    Attributes:
-        settings: arguments of its constructor.
-        is_ready: whether its `init_class` was called, which prepares what its episodes share.
-        blocks: whether it computes or waits without `await`; an episode then has a thread of its own.
-    """
-
-    name: str
-    cls: Any
-    settings: dict[str, Any] = field(default_factory=dict)
-    is_ready: bool = False
-
-    def __post_init__(self) -> None:
-        self.blocks: bool = "blocks" in dir(self.cls) and self.cls.blocks
-        if not isinstance(self.cls, type) or not {"run", "step"} & {*dir(self.cls)}:
-            raise ConfigError(
-                f"{AGENT_KEY}: {self.name} is {self.cls!r}, which plays no episodes: it needs `step` or `run`."
-            )
-
-    @property
-    def kind(self) -> str:
-        """The kind of its episodes in the table of extras."""
-        return "agent_loop" if "run" in dir(self.cls) else "class"
-
-
-def load_agents(config: AgentConfig) -> dict[str, Agent]:
-    """Loads the user's agents by name: an extra's, default_agent_loop as file.py:Class, and agent.program."""
-    agents = find("source", "agents")(config) if has("source", "agents") else {}
-    default = config.default_agent_loop
-    if default is not None and default not in agents:
-        if "." not in default and ":" not in default:
-            raise ConfigError(f"{AGENT_KEY}.default_agent_loop={default}: {known_names(agents)}")
-        agents[default] = Agent(default, load_named(default, f"{AGENT_KEY}.default_agent_loop"))
-    if config.program:
-        agents[PROGRAM] = find("source", PROGRAM)(config)
-    return agents
+def load_agents(config: AgentConfig) -> dict[str, Any]:
+    """Loads the user's classes that play episodes, by name (extras/tools/agents.py), if settings or files name any."""
+    if config == AgentConfig() and not has("optional", "agents"):
+        return {}
+    return find("optional", "agents", AGENT_KEY)(config)
 
 
 def known_names(agents: Iterable[str]) -> str:

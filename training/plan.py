@@ -18,13 +18,13 @@ from configs.import_utils import (
     split_object,
 )
 from configs.schema import Config, DataConfig
-from data.chat import QUESTION, ChatFormat
+from data.chat import ChatFormat
 from data.pretrained import check_has_head, check_positions, load_model_config, load_tokenizer
 from data.seeding import seed_everything
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, TAKES_NO_PENALTY
-from training.environment import data_settings, load_conversations
+from training.environment import load_conversations
 from training.losses import TENSOR_ARGS, bind_policy_loss, get_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.roles import (
@@ -80,15 +80,12 @@ def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer
     check_models(config, roles)
     checkpoint_to_resume(config)  # or raises
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    conversations = load_conversations(config.actor_rollout_ref.rollout.multi_turn, tokenizer)
-    if conversations:
-        conversations.tell(tokenizer)
-    data = data_settings(config, conversations and conversations.template_kwargs(tokenizer))
-    speaks = conversations is not None and conversations.users is not None
+    conversations, data = load_conversations(config, tokenizer)
     chat = ChatFormat(tokenizer, data.apply_chat_template_kwargs)
-    check_goes_on(config, chat, speaks)
-    if conversations and conversations.tools:
-        chat.increment_text([{"role": "tool", "content": QUESTION}])  # raises for a template that does not write it
+    if config.env.mode == "episode" and config.env.history == "transcript":
+        chat.check_keeps_thoughts("user")
+    if conversations:
+        conversations.tell(chat)
     return Plan(config, trainer_class, roles, tokenizer, conversations, data)
 
 
@@ -161,10 +158,3 @@ def check_models(config: Config, roles: list[str]) -> None:
     find("adapter", policy.adapter, key).check_settings(policy, key)
     for name in roles:
         ROLES[name].check(config)
-
-
-def check_goes_on(config: Config, chat: ChatFormat, has_users: bool) -> None:
-    """Raises ValueError if others speak after an answer, and the template drops what the answer thought."""
-    env = config.env
-    if has_users or (env.id is not None and env.mode == "episode" and env.history == "transcript"):
-        chat.check_keeps_thoughts("user")

@@ -31,7 +31,6 @@ from training.environment import (
     SINGLE_TURN,
     TOOL_AGENT,
     EnvSetup,
-    data_settings,
     load_agents,
     load_conversations,
 )
@@ -61,9 +60,8 @@ class AgentLoop:
         rollout = config.actor_rollout_ref.rollout
         self.env_setup, self.free_environments = env_setup, list[EnvSlot]()
         self.turns_apart = env_setup is not None and (config.env.mode == "step" or config.env.history == "turns")
-        self.conversations = load_conversations(rollout.multi_turn, tokenizer)
-        tools = self.conversations and self.conversations.template_kwargs(tokenizer)
-        self.chat = chat = ChatFormat(tokenizer, data_settings(config, tools).apply_chat_template_kwargs)
+        self.conversations, data = load_conversations(config, tokenizer)
+        self.chat = chat = ChatFormat(tokenizer, data.apply_chat_template_kwargs)
         self.limits = Limits(rollout.response_length, rollout.multi_turn.max_tokens_per_turn or rollout.response_length)
         self.episodes: dict[str, Callable[[Row], Episode]] = {  # by what rows begin
             name: partial(find("episode", agent.kind, AGENT_KEY), agent=agent, config=config, chat=chat)

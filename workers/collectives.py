@@ -67,15 +67,6 @@ class Peers:
     group: dist.ProcessGroup | None = None  # the ranks at this one's place among its peers; None: all ranks
 
 
-def compute_together(size: int) -> None:
-    """Makes `size` neighbours in rank peers, which are given the same rows; every rank calls it at the same time."""
-    Peers.size, Peers.group = size, None
-    for index in range(size) if size > 1 else ():
-        group = new_group([*range(index, group_size(), size)])
-        if rank() % size == index:
-            Peers.group = group
-
-
 def data_rank() -> int:
     """Returns the place of this rank's rows among the shares of a batch."""
     return rank() // Peers.size

@@ -1,27 +1,25 @@
-"""Collects what we use of other packages that is private there, or not in all versions that requirements.txt allows;
-tests/test_upstream.py looks each up by its name. Seen in torch 2.11, 2.13 and 2.14,
-transformers 5.17, 5.19 and 5.23, Ray 2.60, vLLM 0.32. Ray and vLLM are imported at their first use: a run may do
-without.
+"""Keeps in one place what is used of other packages although it is private there, or is not in all versions that
+requirements.txt allows; what is FSDP2's is in extras/sharding/private_names.py. tests/test_upstream.py looks each up by
+its name. Seen in torch 2.11, 2.13 and 2.14, transformers 5.17, 5.19 and 5.23, Ray 2.60, vLLM 0.32. Ray and vLLM are
+imported at their first use: a run may do without.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
 
-TRITON_LOGGER, SHARDS_LOGGER = "torch._library.triton", "torch.distributed.tensor._redistribute"
-is_view = Tensor._is_view  # FlexAttention is compiled again for each view
-fill_empty = nn.Module._apply  # puts a function of each weight and buffer in its place: to_empty cannot tell them apart
+TRITON_LOGGER = "torch._library.triton"
+is_view = Tensor._is_view  # FlexAttention is compiled anew for each
 
 
 class _Ray:
@@ -108,62 +106,3 @@ def onednn_layout(weight: Tensor, rows: int) -> Tensor:
 
 def onednn_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
-
-
-def shard_slices(shape: torch.Size, mesh: Any, placements: Any) -> tuple[slice, ...]:
-    """Returns the slices of this rank's shard in the full tensor of that shape."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def fsdp_state(part: Any) -> tuple[Any, list[Any]]:
-    """Returns FSDP2's state of a wrapped module, and its groups of weights (torch 2.11: one or none)."""
-    state = torch.distributed.fsdp.fully_shard.state(part)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return state, list(filter(None, [state._fsdp_param_group])) if groups is None else groups
-
-
-def gather_in(part: Any, dtype: torch.dtype) -> None:
-    """Has FSDP2 gather a module's weights in `dtype`: it reads its policy once and keeps its buffers, so reset both."""
-    for group in fsdp_state(part)[1]:
-        if group.mp_policy.param_dtype != dtype:
-            group.mp_policy = replace(group.mp_policy, param_dtype=dtype)
-            for weight in group.fsdp_params:
-                weight.all_gather_outputs = []
-                vars(weight).pop("_unsharded_param", None)
-            group._init_mp_dtypes()
-
-
-def sum_unused(part: Any) -> None:
-    """Has FSDP2 also reduce gradients of weights that this rank did not use, as of an expert that its rows miss."""
-    if setter := getattr(part, "set_reduce_scatter_unused_params", None):
-        setter(True, recurse=False)
-    else:  # torch 2.11
-        for group in fsdp_state(part)[1]:
-            group.post_backward = partial(_sum_with_zeros, group, group.post_backward)
-
-
-def _sum_with_zeros(group: Any, usual: Callable[[], None], *unused: Any) -> None:
-    for weight in group.fsdp_params if group.reduce_grads else ():
-        tensor = vars(weight).get("_unsharded_param")
-        if tensor is not None and tensor.grad is weight.unsharded_accumulated_grad is None and tensor.requires_grad:
-            tensor.grad = torch.zeros_like(tensor)
-    usual()
-
-
-def forget_forward(model: Any, parts: list[Any]) -> None:
-    """Resets a sharded model and its parts after a forward that raised, which leaves the root gathered."""
-    if reset := getattr(model, "reset_iter_state", None):
-        reset()
-        return
-    idle = import_module("torch.distributed.fsdp._fully_shard._fsdp_common").TrainingState.IDLE
-    for state, groups in map(fsdp_state, parts):  # torch 2.11
-        state._state_ctx.iter_forward_root, state._training_state = None, idle
-        state._modules_to_run_forward.clear()
-        for group in groups:
-            group.finalize_backward()
-            group._training_state = idle
-            group.reshard()
-            group.comm_ctx.post_forward_order.clear()

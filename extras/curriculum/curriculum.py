@@ -5,7 +5,7 @@ And one that mixes sources by data.source_weights.
     'data.sampler.kwargs={key: extra_info.level}'
 
 The first two hear of every sample that was scored, also of those that dynamic sampling left out of a step
-(training/collection.py), and what they learnt is in the checkpoint: a resumed run draws what an unbroken one would.
+(`positions_and_metrics`), and what they learnt is in the checkpoint: a resumed run draws what an unbroken one would.
 """
 
 from abc import abstractmethod
@@ -17,9 +17,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from configs.schema import DataConfig
+from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.sampler import AbstractSampler, RandomSampler
 from data.seeding import numpy_generator
+from training.episode_rows import EpisodeRows
 
 NOT_KNOWN = 0.5  # the success rate of what was never drawn; it counts as one observation
 
@@ -263,3 +265,48 @@ def shares(weights: Mapping[str, float], total: int) -> dict[str, int]:
     counts = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
     return counts | {name: counts[name] + 1 for name in by_remainder[: total - sum(counts.values())]}
+
+
+# What samplers with update(indices, metrics) hear of a step
+
+
+def positions_and_metrics(batch: DataProto) -> tuple[np.ndarray, "SampleMetrics"]:
+    """Returns the places in the dataset of the samples that did not fail, [E] int64, and numbers of each.
+
+    A sample is a row, or an episode of several. reward: the score. length: the policy's tokens. loss: how far the score
+    is below the mean of all these, which is the policy gradient's where that mean is the baseline and the ratio 1. The
+    estimator's own advantages do not compare rows: in a group they may sum to 0, whatever it scored. What the reward
+    returned beside the score is there, too.
+    """
+    episodes = EpisodeRows(batch)
+    is_complete = episodes.is_complete()
+    scores = episodes.scores()[is_complete].double()
+    lengths = episodes.total(batch.batch["response_mask"].sum(1))[is_complete]
+    numbers = {"reward": scores, "length": lengths, "loss": scores.mean() - scores}
+    last_row = episodes.last_row[is_complete.numpy()]
+    metrics = {name: batch.non_tensor_batch[name][last_row] for name in batch.meta_info["reward_extra_keys"]}
+    metrics |= {name: values.double().numpy() for name, values in numbers.items()}
+    positions = batch.dataset_position[last_row].astype(np.int64)
+    return positions, SampleMetrics(metrics, positions)
+
+
+class SampleMetrics(dict[str, np.ndarray]):
+    """Holds numbers of samples by name, metrics["loss"] [E], and by row, metrics[7]["loss"]: the mean of its samples.
+
+    Rows are known by their position in the dataset, if a sample of theirs is here. Iteration is over the names alone.
+    """
+
+    def __init__(self, by_name: Mapping[str, np.ndarray], positions: np.ndarray) -> None:
+        super().__init__(by_name)
+        numbers = {name: values for name, values in by_name.items() if values.dtype != object}  # a reward's may be text
+        of_row = {row: positions == row for row in dict.fromkeys(positions.tolist())}
+        self.rows = {row: {name: float(numbers[name][its].mean()) for name in numbers} for row, its in of_row.items()}
+
+    def __missing__(self, position: int) -> dict[str, float]:
+        return self.rows[position]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self.rows
+
+    def get(self, key: str | int, default: Any = None) -> Any:
+        return super().get(key, self.rows.get(key, default))

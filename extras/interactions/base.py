@@ -6,8 +6,8 @@ from uuid import uuid4
 
 from data.rows import kwargs_in
 from extras.tools.files import load_class, naming_entry, read_entries
+from extras.tools.shared_loop import in_users_loop
 from extras.tools.toolbox import AgentData
-from workers.agents.user_code import in_users_loop
 
 SUFFIX = "Interaction"
 ENTRY_KEYS = {"name", "class_name", "config"}

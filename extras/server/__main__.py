@@ -29,10 +29,10 @@ from configs.errors import ConfigError, refusals
 from configs.paths import ROOT, check_model_path
 from configs.process import read_key, worker_threads
 from data.pretrained import load_model_config, load_tokenizer
-from data.tool_parsers import ToolParser
 from extras.server.app import Served, http_server
 from extras.server.streaming import StreamingEngine
 from extras.standalone.rollout import StandaloneRollout
+from extras.tools.parsers import ToolParser
 from workers.engine import compute_dtype
 from workers.models import training_device
 from workers.vllm_setup import shared_settings, vllm_environment

@@ -26,9 +26,8 @@ from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import Prompt, as_messages, encode_prompt, parse_prompt, tool_kwargs
+from data.chat import Prompt, as_messages, encode_prompt, parse_prompt
 from data.seeding import derive_seed
-from data.tool_parsers import HermesParser, ToolParser
 from data.types import Message
 from extras.server.bodies import (
     MOST_CHOICES,
@@ -47,6 +46,7 @@ from extras.server.dialects import model_card, serve_dialects
 from extras.server.gate import CLIENT_GONE, RETRY_SECONDS, Gate, server_config
 from extras.server.refusals import TooLong, error_body, refuse, refuse_body
 from extras.server.streaming import StreamingEngine
+from extras.tools.parsers import HermesParser, ToolParser, tool_kwargs
 from workers.engine_pump import EngineError
 
 LOOK_SECONDS = 0.5  # between checks whether a client that waits for a whole answer is still there

@@ -18,10 +18,10 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import clean_messages, encode_prompt, render
-from data.tool_parsers import Answer, ParsedAnswer, ToolParser, parse_answer
+from data.chat import Answer, clean_messages, encode_prompt, render
 from data.types import Completion, SamplingParams
 from extras.server.streaming import Piece
+from extras.tools.parsers import ParsedAnswer, ToolParser, parse_answer
 from workers.rollout import COLDEST
 
 MOST_CHOICES = 256  # of a request: prompts times n

@@ -17,17 +17,19 @@ from configs.errors import ConfigError, notice_once
 from configs.import_utils import bind, load_named
 from configs.schema import AgentConfig, Config
 from data.chat import ChatFormat, as_messages
-from data.tool_parsers import ToolParser, read_json
 from data.types import Row, Sample, check_reward
 from extras.server.app import TEMPLATE_ERRORS
 from extras.server.bodies import Json
 from extras.sessions.host import Host, Running, host_of, last_lines, program_environment
 from extras.sessions.session import Session, Speech, samples_of, teaches
 from extras.sessions.settings import FUNCTION
-from training.environment import AGENT_KEY, PROGRAM, Agent
+from extras.tools.agents import Agent
+from extras.tools.parsers import ToolParser, read_json
+from extras.tools.shared_loop import SharedCall, UsersEpisode, slots
+from training.environment import AGENT_KEY, PROGRAM
 from training.episode_rows import LOOP_SCORE
 from workers.agents.episode import EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
-from workers.agents.user_code import SharedCall, UsersEpisode, in_thread, slots
+from workers.agents.user_code import in_thread
 
 KEY = f"{AGENT_KEY}.program"
 

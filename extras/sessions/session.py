@@ -22,14 +22,15 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
-from data.chat import ChatFormat, encode_prompt, tool_kwargs
+from data.chat import ChatFormat, encode_prompt
 from data.seeding import derive_seed
-from data.tool_parsers import ToolParser
 from data.types import Completion, Message, Sample
 from extras.server.app import TEMPLATE_ERRORS, chat_prompt, completion_prompts, events, while_awaited
 from extras.server.bodies import ChatBody, CompletionBody, Part, ResponseBuilder, TokenText, read_piece, with_text
 from extras.server.refusals import TooLong
-from workers.agents.episode import Asked, EpisodeFailed, Limits, Policy
+from extras.tools.parsers import ToolParser, tool_kwargs
+from extras.tools.shared_loop import Asked
+from workers.agents.episode import EpisodeFailed, Limits, Policy
 from workers.engine_pump import EngineError
 
 OF_IDS = 0  # number of the turns that have no messages

@@ -38,11 +38,11 @@ from configs.errors import notice_once
 from configs.schema import OptimConfig
 from data.pretrained import vision_of
 from extras.sharding.offload import bytes_trained, make_optimizer
+from extras.sharding.private_names import fill_empty, forget_forward, gather_in, shard_slices, sum_unused
 from extras.sharding.settings import shard_count
 from extras.sharding.tensor_parallel import by_mesh, same_on_peers, split_layers, sum_partial_gradients
 from workers.collectives import Peers, common_notice, gather, group_size, rank
 from workers.parallel import Replicas
-from workers.upstream import fill_empty, forget_forward, gather_in, shard_slices, sum_unused
 
 # Scores are such views, and nobody writes into them.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)

@@ -10,7 +10,7 @@ from configs.schema import AgentConfig, Config
 from data.pretrained import load_model_config, vision_of
 from extras.sharding.settings import asks_for_it, shard_count
 from training.roles import models_of, needed_roles
-from workers.collectives import compute_together, group_size
+from workers.collectives import Peers, group_size, new_group, rank
 from workers.parallel import Replicas
 
 ACTOR = "actor_rollout_ref.actor"
@@ -55,6 +55,15 @@ class Sharded:
         if parts > 1:
             check_parts(config, workers)
         shard_count(policy.actor.fsdp_config.fsdp_size, workers // parts)
+
+
+def compute_together(size: int) -> None:
+    """Makes `size` neighbours in rank peers, which are given the same rows; every rank calls it at the same time."""
+    Peers.size, Peers.group = size, None
+    for index in range(size) if size > 1 else ():
+        group = new_group([*range(index, group_size(), size)])
+        if rank() % size == index:
+            Peers.group = group
 
 
 def on_gpu(device: torch.device) -> bool:

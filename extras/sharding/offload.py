@@ -12,9 +12,9 @@ from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from configs.schema import OptimConfig
+from extras.sharding.private_names import shard_slices
 from extras.sharding.tensor_parallel import by_mesh
 from workers.parallel import Replicas
-from workers.upstream import shard_slices
 
 CHUNK = 64 << 20  # numbers of a weight that are stepped at once
 MOMENTS = ("exp_avg", "exp_avg_sq")

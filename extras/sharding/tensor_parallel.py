@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from transformers import PretrainedConfig, PreTrainedModel
 
 from configs.errors import ConfigError
-from workers.upstream import SHARDS_LOGGER
+from extras.sharding.private_names import SHARDS_LOGGER
 
 # What is both sharded and split is gathered in two goes, of which torch says that one would be faster.
 logging.getLogger(SHARDS_LOGGER).setLevel(logging.ERROR)

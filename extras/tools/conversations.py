@@ -8,12 +8,12 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError, notice, notice_once
 from configs.import_utils import find, load_module
 from configs.schema import MultiTurnConfig
-from data.chat import ChatFormat, shows_tools, tool_kwargs
+from data.chat import QUESTION, ChatFormat
 from data.rows import kwargs_in
-from data.tool_parsers import ToolParser
 from data.types import Row
 from extras.tools.factory import Factory, ToolsBeside
 from extras.tools.files import tools_of_yaml
+from extras.tools.parsers import ToolParser, shows_tools, tool_kwargs
 from extras.tools.tool_classes import KEY, TOOL_MARK, BaseTool, FunctionTool
 from extras.tools.tool_episode import ToolEpisode
 from extras.tools.toolbox import Toolbox
@@ -67,19 +67,24 @@ class ToolEpisodes:
         """Returns the arguments of `encode_prompt` that describe the tools to the policy."""
         return tool_kwargs([tool.tool_schema.model_dump() for tool in self.tools.values()], self.parser, tokenizer)
 
-    def tell(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Says where prompts describe the tools, if the chat template does not, or that nothing does."""
+    def tell(self, chat: ChatFormat) -> None:
+        """Says where prompts describe the tools, if the chat template does not, or that nothing does. Raises ValueError
+        for a template that does not go on from an answer by what users and tools say."""
         names, form = ", ".join(self.tools), f"{KEY}.format={self.settings.format}"
-        if "tool_text" in self.template_kwargs(tokenizer):
+        if "tool_text" in chat.template_kwargs:
             notice(
                 f"the chat template does not show tools, so the system message describes {names} and how {form} calls "
                 "them, in prompts that are chats."
             )
-        elif self.tools and not shows_tools(tokenizer):
+        elif self.tools and not shows_tools(chat.tokenizer):
             notice(
                 f"neither the chat template nor {form} shows tools, so the policy reads nothing of {names}: say in the "
                 "prompts how they are called, or set custom_chat_template."
             )
+        if self.users:
+            chat.check_keeps_thoughts("user")
+        if self.tools:
+            chat.increment_text([{"role": "tool", "content": QUESTION}])
 
     def check(self, row: Row) -> None:
         """Raises ValueError if a row names a simulated user that is not there, or none where there are some."""

@@ -16,11 +16,11 @@ from typing import Any
 from configs.import_utils import bind, load_named
 from data.chat import ChatFormat, as_text, encode_pieces
 from data.types import Reply, Row, check_text
+from extras.tools.shared_loop import in_users_loop, slots
 from extras.tools.tool_classes import KEY, FunctionTool
 from extras.tools.tool_episode import ToolEpisode, User
 from extras.tools.toolbox import Toolbox
 from workers.agents.episode import Episode
-from workers.agents.user_code import in_users_loop, slots
 
 
 class Factory:

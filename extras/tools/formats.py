@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data.tool_parsers import (
+from extras.tools.parsers import (
     ParsedAnswer,
     Schemas,
     ToolCall,

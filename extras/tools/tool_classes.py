@@ -1,7 +1,7 @@
 """Defines the tools that a policy may call: verl's lifecycle of one, and plain functions as tools.
 
 A tool is described to the policy by a schema in OpenAI's function format: of a yaml, of its class, or of the type hints
-and the docstring of a function. data/tool_parsers.py reads calls of the policy's answers.
+and the docstring of a function. extras/tools/parsers.py reads calls of the policy's answers.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from data.tool_parsers import read_json
+from extras.tools.parsers import read_json
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 

@@ -10,10 +10,11 @@ from uuid import uuid4
 from configs.errors import notice_once, printable, users_line
 from configs.import_utils import accepts
 from configs.schema import MultiTurnConfig
-from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, parse_answer
 from data.types import Reply, check_text
+from extras.tools.parsers import ParsedAnswer, ToolCall, ToolParser, parse_answer
+from extras.tools.shared_loop import in_users_loop, slots
 from extras.tools.tool_classes import BaseTool, ToolResponse, as_one_of, as_response, as_reward, types_of
-from workers.agents.user_code import Overdue, in_users_loop, slots
+from workers.agents.user_code import Overdue
 
 
 @dataclass(eq=False)

@@ -22,10 +22,10 @@ from data.chat import ChatFormat, as_messages, encode_prompt
 from data.rl_dataset import get_dataset_class
 from data.rows import RUN_COLUMNS, beside, kwargs_in
 from data.types import Completion, Row, Sample, SamplingParams, check_reward
-from training.environment import Agent
+from extras.tools.agents import Agent
+from extras.tools.shared_loop import Asked, UsersEpisode
 from training.episode_rows import LOOP_SCORE
-from workers.agents.episode import Asked, EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
-from workers.agents.user_code import UsersEpisode
+from workers.agents.episode import EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
 
 # What user code may ask of a request beside what SamplingParams has, and the values that change nothing here.
 WITHOUT_EFFECT = {

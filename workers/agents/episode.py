@@ -5,8 +5,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Awaitable, Hashable, Sequence
+from collections.abc import Awaitable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,16 +56,6 @@ class Policy:
         return await self.pump.complete(prompt_ids, sampling, seed, self.episode, self.goes_on)
 
 
-class Asked(Counter[int]):
-    """Numbers requests of one episode that may come at once by what they ask and how often that was asked, so that
-    their draws do not depend on the order in which they come."""
-
-    def number(self, prompt_ids: Sequence[int], *ways: int | str) -> int:
-        digest = derive_seed(0, *prompt_ids, *ways)
-        self[digest] += 1
-        return derive_seed(digest, self[digest])
-
-
 class Episode(ABC):
     """The other side of the policy: an environment, tools, a simulated user.
 
@@ -86,7 +75,7 @@ class Episode(ABC):
 
     @abstractmethod
     async def step(self, answer: str) -> Reply:
-        """Replies to an answer, a text without special tokens (`Answer`, in data/tool_parsers.py, knows its tokens).
+        """Replies to an answer, a text without special tokens (`Answer`, in data/chat.py, knows its tokens).
         May raise: the user's code is behind it."""
 
     async def finish(self) -> Reply:

@@ -25,7 +25,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from configs.extras import present
 from configs.loader import Arguments, load_config, yaml_folder
 from configs.schema import RolloutConfig
 from custom.tiny_model import build_tokenizer
@@ -354,9 +353,7 @@ READ = [  # format, what was sampled, the content, the argument of the call or N
 
 
 @pytest.mark.parametrize("schema", [{"properties": {"a": {"type": "integer"}}}, {"type": "object"}, None])
-@pytest.mark.parametrize(
-    ("form", "said", "content", "argument"), [row for row in READ if row[0] in ("hermes", *present("format"))]
-)
+@pytest.mark.parametrize(("form", "said", "content", "argument"), READ)
 def test_calls_are_read_of_the_tokens_that_were_sampled(form, said, content, argument, schema):
     """Marks are special tokens, which the content has not; calls in thoughts are none; the schema types texts."""
     tokenizer = build_tokenizer()

@@ -527,7 +527,7 @@ def test_tasks_that_wait_for_a_program_that_plays_one_by_one_have_time(tmp_path:
 
 def test_a_coroutine_that_blocks_takes_no_time_from_others(tmp_path: Path, monkeypatch: Any, capsys: Any):
     """Twelve with a second each hold their event loop up for 0.25 s each, and ask by a client that is not async."""
-    monkeypatch.setattr("workers.agents.user_code.LATE", 0.1)
+    monkeypatch.setattr("extras.tools.shared_loop.LATE", 0.1)
     agent = function(tmp_path, LIGHT + dedent("""
         async def agent(base_url, messages):
             ask({"base_url": base_url}, messages)

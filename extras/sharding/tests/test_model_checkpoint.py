@@ -17,13 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
 from extras.sharding.fsdp2 import Sharding, full_tensor, make_mesh
+from extras.sharding.layout import compute_together
 from tests.ranks import Ranks
 from tests.runs import files_of_at_most
 from tests.test_checkpoint import in_child
 from training import model_shards
 from training.checkpoint import Saver, find_checkpoint, write_sums
 from training.model_shards import Shards, save_shards, write_pretrained
-from workers.collectives import Peers, compute_together, gather, group_size
+from workers.collectives import Peers, gather, group_size
 from workers.engine import TrainEngine
 from workers.model_checkpoint import moments_of
 from workers.models import load_causal_lm

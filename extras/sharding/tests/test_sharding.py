@@ -6,6 +6,7 @@ import shutil
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,14 +39,16 @@ from extras.certificate.tests.test_certificate import held_by
 from extras.lora.lora import adapter_weights, is_lora, save_pretrained
 from extras.reward_model.model import LearnedReward
 from extras.reward_model.settings import RewardModelConfig
+from extras.sharding import private_names
 from extras.sharding.fsdp2 import Sharding, full_tensor, make_mesh, sharded_parts
+from extras.sharding.layout import compute_together
 from extras.sharding.settings import shard_count
 from extras.sharding.tensor_parallel import check_split
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, recorded, relative_distance, update_of
 from tests.engines import CopyOf
 from tests.ranks import Ranks
 from tests.test_replicas import LOSSES, OPTIM, assert_the_step_of_one, own_share, save_two_layers, trainer
-from workers.collectives import compute_together, gather, group_size, join_group, rank
+from workers.collectives import gather, group_size, join_group, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
 from workers.forward_check import Trial
@@ -573,3 +576,33 @@ def test_one_process_is_a_group_of_one_and_is_not_wrapped(model: Path):
     assert not sharded_parts(module)
     with module.parallel.full_weights(module):
         assert not any(isinstance(weight, DTensor) for weight in module.parameters())
+
+
+def part_of_torch_2_11(monkeypatch: pytest.MonkeyPatch, group: SimpleNamespace | None) -> SimpleNamespace:
+    state = SimpleNamespace(_fsdp_param_group=group)
+    monkeypatch.setattr(torch.distributed.fsdp.fully_shard, "state", lambda part: state)
+    return SimpleNamespace()
+
+
+def test_the_groups_of_a_part_are_a_list_in_every_version(monkeypatch):
+    part = part_of_torch_2_11(monkeypatch, None)
+    assert private_names.fsdp_state(part)[1] == []
+    group = SimpleNamespace()
+    assert private_names.fsdp_state(part_of_torch_2_11(monkeypatch, group))[1] == [group]
+
+
+@pytest.mark.parametrize(
+    ("grad", "summed", "expected"),
+    [(None, None, [0.0, 0.0]), ([1.0, 2.0], None, [1.0, 2.0]), (None, [3.0, 4.0], None)],
+)
+def test_torch_2_11_sums_zeros_of_weights_that_a_rank_did_not_use(grad, summed, expected, monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = None if grad is None else torch.tensor(grad)
+    held = SimpleNamespace(_unsharded_param=weight, unsharded_accumulated_grad=summed)
+    sent = []
+    group = SimpleNamespace(fsdp_params=[held, SimpleNamespace()], reduce_grads=True, comm_ctx=None)
+    group.post_backward = lambda: sent.append(weight.grad)
+    private_names.sum_unused(part_of_torch_2_11(monkeypatch, group))
+    group.post_backward()
+    [gradient] = sent
+    assert (gradient is None) if expected is None else gradient.tolist() == expected

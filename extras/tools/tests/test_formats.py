@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.extras import present
+from configs.extras import TABLE
 from custom.tiny_model import build_tokenizer
-from data.tool_parsers import Answer, FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
+from data.chat import Answer
+from extras.tools.parsers import FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
 from extras.tools.tests.test_tools import BOTH, play
 
 ROME, F = ToolCall("weather", {"city": "Rome"}), ToolCall("f", {})
@@ -159,11 +160,10 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b", "key-2", "ключ"]), JS
 DRAFT = "I write <tool_call> <function=f0><parameter=a> or f0(1)?</think>"  # begun by the prompt, or not
 THOUGHTS = [DRAFT, f"<think>{DRAFT}", "<think></think>"]
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-FORMATS = sorted({*ToolParser.registry, *present("format")})
 
 
 @settings(deadline=None, max_examples=250)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", TABLE["format"])
 @given(calls=st.lists(ARGUMENTS, min_size=1, max_size=2), thought=st.sampled_from(["", *THOUGHTS]))
 def test_any_arguments_that_a_format_writes_are_read_as_they_were(form, calls, thought):
     """Whatever tags a text has, it is read as that text, also behind a thought and behind another call."""

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError
 from configs.schema import MultiTurnConfig
 from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
-from data.chat import encode_prompt, tool_kwargs
-from data.tool_parsers import ToolParser
+from data.chat import ChatFormat, encode_prompt
 from data.types import Completion, Request
 from extras.tools.conversations import ToolEpisodes
+from extras.tools.parsers import ToolParser, tool_kwargs
 from extras.tools.tests.test_tools import play
 from tests.engines import Scripted
 from tests.runs import compose
@@ -33,7 +33,7 @@ def calculator(expression: str) -> str:
 def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Returns what prompts say of tools, and prints what whoever starts the run is told."""
     episodes = ToolEpisodes(settings, tokenizer)
-    episodes.tell(tokenizer)
+    episodes.tell(ChatFormat(tokenizer, episodes.template_kwargs(tokenizer)))
     return episodes.template_kwargs(tokenizer)
 
 

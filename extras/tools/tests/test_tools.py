@@ -13,15 +13,15 @@ from typing import Any, Literal
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from configs.extras import present
+from configs.extras import TABLE
 from configs.import_utils import load_module
 from configs.schema import MultiTurnConfig
 from data.chat import encode_prompt
 from data.protocol import DataProto
-from data.tool_parsers import ToolParser
 from data.tools import BaseTool, FunctionTool, ToolResponse, function_tool, schema_of_text
 from data.types import Reply, SamplingParams
 from extras.tools.conversations import ToolEpisodes, load_tools
+from extras.tools.parsers import ToolParser
 from extras.tools.tool_episode import ToolEpisode
 from extras.tools.toolbox import Toolbox, checked_arguments, truncate
 from tests.engines import Playing, Scripted
@@ -250,7 +250,7 @@ def test_calls_in_thoughts_are_not_run(answer, calls):
     assert box.counts["calls"] == calls and not box.counts["malformed"]
 
 
-@pytest.mark.parametrize("form", sorted({*ToolParser.registry, *present("format")}))
+@pytest.mark.parametrize("form", sorted(TABLE["format"]))
 def test_a_thousand_mutated_calls_raise_nothing_and_only_good_ones_are_calls(form):
     rng, parser = random.Random(7), ToolParser.get_tool_parser(form)
     seeds = [parser.write("weather", {"city": "Ro\"m}e'", "days": 2}), parser.write("slow", {"seconds": 1}) * 2]

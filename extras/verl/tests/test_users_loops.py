@@ -20,6 +20,7 @@ from data.protocol import DataProto
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
 from data.tools import function_tool
 from data.types import Completion, SamplingParams
+from extras.tools.shared_loop import Asked
 from extras.verl.agents import _agent_loop_registry, register
 from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput, sample_of, sampling_of
 from tests.engines import Scripted
@@ -32,7 +33,7 @@ from training.preparation import rows_to_score
 from training.reward import add_scores
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
-from workers.agents.episode import Asked, Limits
+from workers.agents.episode import Limits
 from workers.hf_rollout import HFRollout
 from workers.models import load_causal_lm
 from workers.rollout import build_rollout
@@ -310,7 +311,7 @@ def test_failures_of_a_loop_are_those_of_any_episode(blocks):
 @pytest.mark.parametrize("hold", ["hold(0.3)", "asyncio.gather(hold(0.15), hold(0.15))"])
 def test_a_loop_that_holds_all_up_takes_no_time_from_the_others_and_is_named_once(tmp_path, hold, monkeypatch, capsys):
     """Nine of thirteen, with a second each, hold all up for 2.7 s; two, one of which does so too, take too long."""
-    monkeypatch.setattr("workers.agents.user_code.LATE", 0.05)
+    monkeypatch.setattr("extras.tools.shared_loop.LATE", 0.05)
     (tmp_path / "mine.py").write_text(f"""
 import asyncio, time
 from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput
