@@ -16,8 +16,6 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
-from custom.gym.texts import Range
-
 MAX_NUMBERS = 100  # that an array may have to be written out
 BAR = 16  # characters
 LARGEST = float(np.finfo(np.float32).max)
@@ -52,7 +50,9 @@ class SpaceText:
         if names is not None and (not isinstance(space, ARRAYS) or (len(names),) != space.shape):
             raise ValueError(f"{len(names)} observation_names for {space}: they name the numbers of a flat array")
 
-    def write(self, observation: Any, names: Sequence[str] | None = None, ranges: Iterable[Range] = ()) -> str:
+    def write(
+        self, observation: Any, names: Sequence[str] | None = None, ranges: Iterable[Sequence[float]] = ()
+    ) -> str:
         """An observation in text.
 
         An array has its last axis in lines, numbers rounded to a thousandth of their range or, unbounded, to three

@@ -14,7 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from configs.import_utils import find
 from configs.schema import SuccessConfig
-from custom.gym.texts import Range
 from data.concurrency import run_in_background
 from data.protocol import DataProto
 from data.seeding import derive_seed, rng_state, set_rng_state
@@ -30,7 +29,7 @@ Moment = tuple[str, float, bool]  # text of an observation, reward, whether the 
 logger = logging.getLogger(__name__)
 
 
-def try_out(environment: Any) -> tuple[float, SuccessConfig | None, Sequence[Range] | None]:
+def try_out(environment: Any) -> tuple[float, SuccessConfig | None, Sequence[Sequence[float]] | None]:
     """Plays a few random walks twice, in a thread, as episodes are.
 
     Returns the worst reward of a legal action, at most 0; the rule of success: if there is none, what a walk has found
@@ -58,7 +57,7 @@ class Trial:
         before, self.moves_seen = self.moves_seen, self.moves
         return self.moves_seen != before
 
-    def play(self) -> tuple[float, SuccessConfig | None, Sequence[Range] | None]:
+    def play(self) -> tuple[float, SuccessConfig | None, Sequence[Sequence[float]] | None]:
         worst, worlds = 0.0, {}
         try:
             for seed in range(WALKS):
@@ -87,7 +86,7 @@ class Trial:
             if terminated or truncated:
                 return
 
-    def ranges(self, world: Any) -> Sequence[Range] | None:
+    def ranges(self, world: Any) -> Sequence[Sequence[float]] | None:
         """Returns the lowest and the highest value of each number that has a bar, in random play."""
         environment, env = self.environment, world.env
         if environment.observation_style != "bars" or environment.observation_ranges or not environment.writes_out:
