@@ -267,8 +267,9 @@ def test_values_too():
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE, num_labels=1, classifier_dropout=0.0, pad_token_id=0)
     value_model = LlamaForTokenClassification(config)
-    gradients = []
-    for module in (padded(copy.deepcopy(value_model)), packed(value_model)):
+    models, gradients = (padded(copy.deepcopy(value_model)), packed(value_model)), []
+    assert [is_packed(model) for model in models] == [False, True]
+    for module in models:
         [micro] = cut(groups(*LENGTHS["ragged groups"]), MicroBatchSize(99, 0), [], module)
         scores = module.token_scores(micro, temperature=1.0, ask=["values"])
         assert scores == TokenScores(values=scores.values)

@@ -55,17 +55,6 @@ def test_values_and_gradients_are_those_of_float64(rows: tuple[int, ...], with_b
     assert not operations.count.keys() & {"aten.mm", "aten.addmm", "aten.linear"}
 
 
-@needs_onednn
-@pytest.mark.parametrize("trained", [0, 1, 2])
-def test_only_what_is_trained_gets_a_gradient(trained: int):
-    leaves = [numbers(5, 11), numbers(6, 11, seed=1), numbers(6, seed=2)]
-    leaves[trained].requires_grad_()
-    linear(*leaves).sum().backward()
-    assert [leaf.grad is not None for leaf in leaves] == [place == trained for place in range(3)]
-    with torch.no_grad():
-        assert not linear(*leaves).requires_grad
-
-
 def test_tensors_that_are_not_for_onednn_go_through_torch():
     weight = numbers(6, 11)
     assert not is_for_onednn(numbers(11), weight)

@@ -27,7 +27,7 @@ def test_samples_and_dumps_of_a_run_have_the_numbers_that_it_learnt_from(estimat
     overrides = [f"algorithm.adv_estimator={estimator}", "trainer.sample_groups=4", MINI]
     overrides += [f"trainer.rollout_data_dir={tmp_path}/rollouts", "trainer.rollout_data_freq=2"]
     overrides.append("actor_rollout_ref.actor.use_kl_loss=true")
-    reward = FunctionReward(lambda solution_str: {"score": 1.0, "shout": solution_str.lower()})
+    reward = FunctionReward(lambda solution_str: {"score": float(solution_str == "L"), "shout": solution_str.lower()})
     trainer, _ = make_trainer(tmp_path, *overrides, reward=reward, critic=estimator == "gae", ref=True, steps=3)
     (tmp_path / "samples/validation").mkdir(parents=True)
     for name in ("0.jsonl", "notes.jsonl"):
@@ -43,7 +43,7 @@ def test_samples_and_dumps_of_a_run_have_the_numbers_that_it_learnt_from(estimat
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["2.jsonl", "3.jsonl"]
     rows = records_of(tmp_path / "rollouts/2.jsonl")
     assert len(rows) == 16 and {row["input"] for row in rows} == set("0123")
-    assert all(row["score"] == 1.0 and row["step"] == 2 and row["gts"] is None for row in rows)
+    assert all(row["score"] == (row["output"] == "L") and row["step"] == 2 and row["gts"] is None for row in rows)
     assert all(row["shout"] == row["output"].lower() and row["end_reason"] == "terminated" for row in rows)
     assert trainer.state()["certificate"] == {"rollout/weight_version": 3}
 

@@ -3,7 +3,6 @@
 import importlib
 import math
 import re
-import subprocess
 import sys
 from uuid import UUID
 
@@ -35,6 +34,7 @@ from extras.verl.compat import (
 from extras.verl.imports import StandIns, names_of_verl
 from extras.verl.numerics import as_torch_index
 from tests.batches import close
+from tests.forked import python
 from tests.test_protocol import CustomProto, assert_same, few, make, rows
 from training.core_algos import get_policy_loss_fn
 from training.reward import load_reward_manager
@@ -177,11 +177,11 @@ def test_a_function_that_imports_when_it_is_called_does_so_in_a_process_of_its_o
 
 def test_a_batch_finds_them_though_nothing_imported_verl():
     program = (
-        "import torch; from data.protocol import DataProto as D; batch = D.from_dict({'x': torch.arange(4)});"
-        "batch.reorder(torch.tensor([3, 2, 1, 0])); print([part.x.tolist() for part in batch.chunk(2)])"
+        "import sys, torch; from data.protocol import DataProto as D; batch = D.from_dict({'x': torch.arange(4)});"
+        "assert 'extras.verl.compat' not in sys.modules; batch.reorder(torch.tensor([3, 2, 1, 0]));"
+        "print([part.x.tolist() for part in batch.chunk(2)], hasattr(batch, 'y'))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "[[3, 2], [1, 0]]\n"
+    assert python("-c", program, check=True).stdout == "[[3, 2], [1, 0]] False\n"
 
 
 def test_columns_swap_their_names_in_place():
