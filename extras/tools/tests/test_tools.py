@@ -350,7 +350,8 @@ def test_verls_tools_are_made_called_paid_and_released(call, episode_pays, earne
             return "one", ToolResponse()
 
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple:
-            return ToolResponse(text=ToolResponse(text=parameters["text"].upper() + "!" * self.loudness)), call, None
+            answer = parameters["text"].upper() + "!" * self.loudness + f" by {instance_id}"
+            return ToolResponse(text=ToolResponse(text=answer)), call, None
 
         async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
             return episode_pays
@@ -368,7 +369,7 @@ def test_verls_tools_are_made_called_paid_and_released(call, episode_pays, earne
         return answers
 
     first, last = asyncio.run(conversation())
-    assert first.messages[0]["content"] == "A!!!" and (first.reward, last.reward) == earned
+    assert first.messages[0]["content"] == "A!!! by one" and (first.reward, last.reward) == earned
     assert tool.loudness is None  # released
 
 
