@@ -247,8 +247,7 @@ class LoopEpisode(UsersEpisode):
             score = output.reward_score if output is outputs[-1] else output.reward_score or 0.0
             if score is not None:
                 check_reward(score := float(score))
-            brought = {LOOP_SCORE: score, "__agent_metrics__": dict(vars(output.metrics))}
-            columns = beside(extra, taken, "extra") | brought
+            columns = beside(extra, taken, "extra") | {LOOP_SCORE: score, "__agent_metrics__": {**vars(output.metrics)}}
             finish_samples([sample], reason, columns, output.num_turns or server.requests)
             samples.append(sample)
         if reason == "aborted":
