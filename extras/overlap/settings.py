@@ -43,9 +43,7 @@ class Settings(Frozen):
         "Generate beside the update: the next batch (one_step_off), or several, by weights that change meanwhile.",
         choices=("one_step_off", "fully_async"),
     )
-    max_staleness: int = setting(
-        1, "With fully_async: most updates that a token may be behind; 0: as synchronous.", ge=0
-    )
+    max_staleness: int = setting(1, "With fully_async: most updates that a token may be behind; 0: as usual.", ge=0)
     batch_order: str = setting(
         "strict",
         "With fully_async: each step learns its own prompts, or the groups that are finished first (first_come).",
