@@ -179,7 +179,9 @@ def check_sources(key: str, files: str | list[str] | None) -> None:
 def check_batches(config: Config) -> None:
     rollout, prompts, data = config.actor_rollout_ref.rollout, config.data.train_batch_size, config.data
     if prompts * rollout.n < 2:
-        raise ConfigError(f"data.train_batch_size={prompts} × {ROLLOUT}.n={rollout.n} is one sequence: raise either.")
+        raise ConfigError(
+            f"data.train_batch_size={prompts} × {ROLLOUT}.n={rollout.n} is one sequence a step: raise either."
+        )
     if rollout.n < 2 and (name := config.algorithm.adv_estimator) in NEEDS_GROUPS:
         raise ConfigError(
             f"{ROLLOUT}.n={rollout.n}: algorithm.adv_estimator={name} compares the samples of one prompt and needs at "

@@ -198,7 +198,7 @@ class CheckpointConfig(Frozen):
 @dataclass
 class LayoutConfig(Frozen):
     strategy: str = setting(
-        "fsdp2", "How workers hold models: in shards, or each whole.", choices=("fsdp2", "replicas")
+        "fsdp2", "How several workers hold a model: in shards, or each a whole one.", choices=("fsdp2", "replicas")
     )
 
     @property
@@ -477,7 +477,7 @@ class RunConfig(Frozen):
     total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
     project_name: str = setting("nano_verl", "Project at the loggers.")
     experiment_name: str | None = setting(
-        None, "Name at loggers and of its folder; null: of what it learns from.", filled=True
+        None, "Experiment at the loggers, and folder; null: made of what it learns from.", filled=True
     )
     default_local_dir: str = setting(
         "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints.", filled=True

@@ -54,9 +54,7 @@ class Settings(Frozen):
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
         if self.replay and self.async_mode != "fully_async":
-            raise ConfigError(
-                f"{key}.replay={self.replay} plays a run of {key}.async_mode=fully_async again: set that."
-            )
+            raise ConfigError(f"{key}.replay={self.replay} plays a run of {key}.async_mode=fully_async again: set it.")
         if not self.async_mode:
             return
         mode, rollout = f"{key}.async_mode={self.async_mode}", config.actor_rollout_ref.rollout

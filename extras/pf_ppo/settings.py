@@ -8,7 +8,9 @@ from configs.settings import Frozen, group, setting
 @dataclass
 class PFPPOConfig(Frozen):
     switches = "reweight_method=pow: weight_pow"
-    reweight_method: str = setting("pow", "How often a score is drawn.", choices=("pow", "max_min", "max_random"))
+    reweight_method: str = setting(
+        "pow", "How often a row is drawn, from its score.", choices=("pow", "max_min", "max_random")
+    )
     weight_pow: float = setting(2.0, "Exponent of pow.")
 
 

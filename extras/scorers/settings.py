@@ -28,6 +28,4 @@ class Settings(Frozen):
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
         if self.in_process and (self.max_rpm or self.max_tpm):
-            raise ConfigError(
-                "reward.max_rpm, max_tpm: calls in this process are not counted: reward.in_process=false."
-            )
+            raise ConfigError("reward.max_rpm, max_tpm: calls here are not counted: reward.in_process=false.")

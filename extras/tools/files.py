@@ -138,7 +138,7 @@ def mcp_tools(entry: Mapping[str, Any], where: str) -> Iterator[McpTool]:
     settings = entry.get("mcp") or {}
     if not isinstance(settings, dict) or not settings.get("mcp_servers_config_path") or settings.keys() - MCP_KEYS:
         raise ValueError(
-            f"{where}.mcp is {settings!r}; it must have mcp_servers_config_path, may have tool_selected_list."
+            f"{where}.mcp is {settings!r}; it must have mcp_servers_config_path and may have tool_selected_list."
         )
     cls = load_class(entry, where, McpTool) if "class_name" in entry else McpTool
     try:
