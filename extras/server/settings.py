@@ -63,7 +63,7 @@ def check_server(config: ServerConfig) -> None:
         raise ConfigError(f"{settings}: it needs rollout.name=vllm and server.host=127.0.0.1.")
     adapter, rank = model.get("lora_adapter_path"), model.get("lora_rank")
     if adapter and rollout.name == "vllm":
-        raise ConfigError(f"model.lora_adapter_path={adapter}: rollout.name=vllm reads merged models in model.path.")
+        raise ConfigError(f"model.lora_adapter_path={adapter}: rollout.name=vllm reads a merged model.path alone.")
     if rank and not adapter:
         raise ConfigError(f"model.lora_rank={rank} is set, which only training reads: set model.lora_adapter_path.")
     for name in ("prompt_length", "response_length"):
