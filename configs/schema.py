@@ -97,9 +97,7 @@ class EnvConfig(section("gym"), InOneProcess):
     name: str = setting("make_env", "Factory in it: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs).")
     kwargs: dict[str, Any] = setting({}, "Arguments of the factory (ours passes them on to gymnasium).")
     mode: str = setting("step", "A prompt is a state, or the start of an episode.", choices=("step", "episode"))
-    history: str = setting(
-        "transcript", "Turns are all in one row, or each in one with its own prompt.", choices=("transcript", "turns")
-    )
+    history: str = setting("transcript", "All turns in one row, or each in its own.", choices=("transcript", "turns"))
     timeout: float | None = setting(60.0, "Seconds for a reset or step, or the episode fails; null: any.", gt=0)
     max_failed_fraction: float = setting(0.5, "The run ends if a larger share of episodes has failed.", ge=0, le=1)
     train_size: int = setting(10_000, "States (or starts of episodes) an epoch draws from the environment.", ge=1)
@@ -314,25 +312,17 @@ class RolloutConfig(section("lora", "RolloutSettings"), section("overlap", "Pool
     prompt_length: int = setting(II("data.max_prompt_length"), "Longest prompt, in tokens: the padded width P.", ge=1)
     response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
     max_num_seqs: int = setting(1024, "Sequences generated at once; others wait their turn.", ge=1)
-    max_num_batched_tokens: int = setting(
-        8192, "Tokens that go through the model at once: of padded prompts (hf), of all (vllm).", ge=1
-    )
-    gpu_memory_utilization: float = setting(
-        0.5, "With vllm: share of the GPU's memory for weights and cache.", gt=0, le=1
-    )
+    max_num_batched_tokens: int = setting(8192, "Tokens of a pass: of padded prompts (hf), of all (vllm).", ge=1)
+    gpu_memory_utilization: float = setting(0.5, "With vllm: share of GPU memory for weights and cache.", gt=0, le=1)
     free_cache_engine: bool = setting(True, "With vllm: leave the GPU's memory to the trainer between generations.")
     enforce_eager: bool | None = setting(None, "With vllm, true: no CUDA graphs.")
-    max_model_len: int | None = setting(
-        None, "With vllm: longest sequence; null: prompt_length + response_length.", ge=2
-    )
+    max_model_len: int | None = setting(None, "With vllm: longest sequence; null: prompt and response.", ge=2)
     enable_prefix_caching: bool = setting(True, "With vllm: compute the common beginning of prompts only once.")
     enable_chunked_prefill: bool = setting(True, "With vllm: let a long prompt go through the model in several steps.")
     load_format: str = setting("dummy", "With vllm: how its weights start (dummy: at random).")
     tensor_model_parallel_size: int = setting(1, "With vllm: workers of one engine; divides all workers.", ge=1)
     engine_kwargs: dict[str, Any] = setting({}, "Arguments of the engine, by its name: engine_kwargs.vllm.KEY=….")
-    log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "Sequences a log-prob pass; null: as tokens allow.", ge=1
-    )
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, "Sequences a log-prob pass; null: by tokens.", ge=1)
     log_prob_max_token_len_per_gpu: int = setting(
         II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), "Tokens a log-prob pass may hold.", ge=1
     )
@@ -360,9 +350,7 @@ class CriticConfig(Frozen):
     enable: bool | None = setting(None, "Train a critic; null: if the estimator needs values.")
     model: CriticModelConfig = group(CriticModelConfig, "The critic's model; its value head starts at random.")
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.", lr=1e-5)
-    ppo_mini_batch_size: int | None = setting(
-        II("actor_rollout_ref.actor.ppo_mini_batch_size"), "Prompts an optimiser step.", ge=1
-    )
+    ppo_mini_batch_size: int | None = setting(II("actor_rollout_ref.actor.ppo_mini_batch_size"), "The actor's.", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(
         II("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"), "Sequences a forward pass.", ge=1
     )
@@ -370,9 +358,7 @@ class CriticConfig(Frozen):
     ppo_max_token_len_per_gpu: int = setting(32768, "Tokens a forward pass may hold.", ge=1)
     ppo_epochs: int = setting(II("actor_rollout_ref.actor.ppo_epochs"), "Passes over each batch.", ge=1)
     shuffle: bool = setting(II("actor_rollout_ref.actor.shuffle"), "As for the actor.")
-    loss_agg_mode: str = setting(
-        II("actor_rollout_ref.actor.loss_agg_mode"), "As for the actor.", choices=AGGREGATION_MODES
-    )
+    loss_agg_mode: str = setting(II("actor_rollout_ref.actor.loss_agg_mode"), "The actor's.", choices=AGGREGATION_MODES)
     cliprange_value: float = setting(0.5, "Largest change of a value in one update, in units of reward.", gt=0)
 
 
@@ -400,9 +386,7 @@ class OverlongBufferConfig(Frozen):
 @dataclass
 class RewardKwargsConfig(Frozen):
     switches = "overlong_buffer_cfg.enable: overlong_buffer_cfg"
-    max_resp_len: int | None = setting(
-        II("actor_rollout_ref.rollout.response_length"), "The longest allowed length, in tokens.", ge=1
-    )
+    max_resp_len: int | None = setting(II("actor_rollout_ref.rollout.response_length"), "Most tokens allowed.", ge=1)
     overlong_buffer_cfg: OverlongBufferConfig = group(OverlongBufferConfig, "Soft punishment of long responses.")
     extras: dict[str, Any] = setting({}, "Keys of your own, for a manager: reward.reward_kwargs.NAME=….", free=True)
 

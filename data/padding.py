@@ -73,9 +73,8 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
     objects = {name: object_array([sample.extras[name] for sample in samples]) for name in names}
     if any(media_of(sample.prompt_ids) is not None for sample in samples):
         objects["media"] = object_array([media_of(sample.prompt_ids) for sample in samples])
-    return DataProto.from_dict(
-        columns, {**objects, "end_reason": object_array([sample.end_reason for sample in samples])}
-    )
+    objects["end_reason"] = object_array([sample.end_reason for sample in samples])
+    return DataProto.from_dict(columns, objects)
 
 
 def collate_turns(samples: Sequence[Sample], width: int) -> dict[str, Tensor]:

@@ -4,5 +4,5 @@ from configs.import_utils import find
 
 NAMES = ("FunctionCall", "HermesParser", "ParsedAnswer", "ToolCall", "ToolParser", "parse_answer")
 FunctionCall, HermesParser, ParsedAnswer, ToolCall, ToolParser, parse_answer = (
-    find("optional", name) for name in NAMES
+    find("optional", each) for each in NAMES
 )

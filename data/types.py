@@ -87,9 +87,7 @@ class Completion:
     def __post_init__(self) -> None:
         if self.finish_reason not in END_REASON_OF:
             reasons = ", ".join(END_REASON_OF)
-            raise ValueError(
-                f"request {self.id} finished with finish_reason={self.finish_reason!r}, none of {reasons}."
-            )
+            raise ValueError(f"request {self.id} finished with finish_reason={self.finish_reason!r}, not of {reasons}.")
 
 
 @dataclass(frozen=True)

@@ -426,9 +426,7 @@ def call_policy_loss(
             "shape () as from agg_loss, and a dict of metrics, each a number."
         )
     loss, metrics = parts
-    return loss, {
-        name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in metrics.items()
-    }
+    return loss, {name: each.detach() if isinstance(each, Tensor) else float(each) for name, each in metrics.items()}
 
 
 def problem_of(parts: list[Any], learns: bool) -> str | None:

@@ -73,9 +73,7 @@ def build_datasets(
         if val is None and env.val_size:  # states that no training epoch draws
             val = env_dataset(data, environment, tokenizer, size=env.val_size, first=env.train_size)
             if not accepts(type(val), "first"):
-                notice(
-                    f"env.val_size={env.val_size}: {type(val).__name__} takes no `first`: it validates on its own rows."
-                )
+                notice(f"env.val_size={env.val_size}: {type(val).__name__} takes no `first`: it validates on its own.")
         return train, val
     if train is None:
         train = create_rl_dataset(data.train_files or data.val_files, data, tokenizer, data.train_max_samples)

@@ -42,6 +42,4 @@ class Settings(Frozen):
                 f"it: set {key}.early_stop.metric=headline (or a metric of validations) and one of them."
             )
         if (self.save_best or stop.metric) and self.test_freq in (-1, 0):
-            raise ConfigError(
-                f"{key}.test_freq={self.test_freq}: save_best and early_stop read validations; set it above 0."
-            )
+            raise ConfigError(f"{key}.test_freq={self.test_freq}: save_best and early_stop need it above 0.")

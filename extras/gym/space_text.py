@@ -281,6 +281,4 @@ def slots(space: gym.Space, name: str = "") -> Iterator[Slot]:
         for part in space.spaces:
             yield from slots(part, name)
     else:
-        raise ValueError(
-            f"an action of {space} is not made of numbers: pass text_to_action, which makes one of an answer"
-        )
+        raise ValueError(f"an action of {space} is not made of numbers: pass text_to_action, which makes it of answers")

@@ -31,9 +31,7 @@ def load_player(name: str, environment: Any, rng: np.random.Generator) -> Player
     best, else a random one; or a function of the user's, file.py:name."""
     if name not in PLAYERS:
         if not callable(player := load_named(name, "--player")):
-            raise ConfigError(
-                f"--player {name} is {player!r}; it must be a function player(environment, state) -> action."
-            )
+            raise ConfigError(f"--player {name} is {player!r}; it must be player(environment, state) -> action.")
         return player
     if name == "best" and environment.reward == "env" and environment.world_of(0).table is None:
         raise ConfigError(

@@ -45,9 +45,7 @@ def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
         shown = [*options] if isinstance(options, Mapping) else options  # keys alone: a value may be the api_key
         raise ConfigError(f"{KEY}={shown}: it holds {', '.join(names)}, and nothing else.")
     if not str(options.get("base_url")).startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{KEY}.base_url={options.get('base_url')}: set the server's address, with http:// or https://."
-        )
+        raise ConfigError(f"{KEY}.base_url={options.get('base_url')}: set the server's address, http://… or https://….")
     settings = OpenAISettings(**options)
     if settings.weight_transfer not in WEIGHT_TRANSFERS:
         known = ", ".join(WEIGHT_TRANSFERS)

@@ -43,9 +43,7 @@ class Settings(Frozen):
         "Generate beside the update: the next batch (one_step_off), or several, by weights that change meanwhile.",
         choices=("one_step_off", "fully_async"),
     )
-    max_staleness: int = setting(
-        1, "With fully_async: most updates that a token may be behind; 0: as synchronous.", ge=0
-    )
+    max_staleness: int = setting(1, "With fully_async: most updates that a token may be behind; 0: as usual.", ge=0)
     batch_order: str = setting(
         "strict",
         "With fully_async: each step learns its own prompts, or the groups that are finished first (first_come).",
@@ -56,9 +54,7 @@ class Settings(Frozen):
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
         if self.replay and self.async_mode != "fully_async":
-            raise ConfigError(
-                f"{key}.replay={self.replay} plays a run of {key}.async_mode=fully_async again: set that."
-            )
+            raise ConfigError(f"{key}.replay={self.replay} plays a run of {key}.async_mode=fully_async again: set it.")
         if not self.async_mode:
             return
         mode, rollout = f"{key}.async_mode={self.async_mode}", config.actor_rollout_ref.rollout

@@ -176,9 +176,7 @@ def read_lines(run: RunRecord, name: str, is_wanted: Callable[[dict[str, Any]], 
     lines = [line for line in (read_file(run, name) or b"").split(b"\n") if line.strip()]
     entries = [entry for entry in map(parse, lines) if isinstance(entry, dict) and is_wanted(entry)]
     if left_out := len(lines) - len(entries):
-        run.missing.append(
-            f"{name}: {left_out} of {len(lines)} lines cannot be read (torn by a kill?) and are left out."
-        )
+        run.missing.append(f"{name}: {left_out} of {len(lines)} lines cannot be read (torn by a kill?): left out.")
     return entries
 
 

@@ -129,9 +129,7 @@ class RolloutCorrectionConfig(Frozen):
             raise ConfigError(f"{key}.{error}.") from error
         loss, loss_key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss.loss_mode"
         if self.bypass_mode and loss.loss_mode not in ("vanilla", BYPASS_LOSS):
-            raise ConfigError(
-                f"{key}.bypass_mode=true brings its own policy loss: leave out {loss_key}={loss.loss_mode}."
-            )
+            raise ConfigError(f"{key}.bypass_mode=true brings its own loss: leave out {loss_key}={loss.loss_mode}.")
         if loss.loss_mode == BYPASS_LOSS and not self.bypass_mode:
             raise ConfigError(f"{loss_key}={BYPASS_LOSS} is chosen by {key}.bypass_mode=true: set that.")
         if self.bypass_mode and self.rollout_is_batch_normalize:

@@ -13,9 +13,7 @@ class Settings(Frozen):
 
     switches = "max_tpm: estimated_tokens_per_request"
     num_workers: int = setting(16, "Most processes that call a reward function; only slow functions get many.", ge=1)
-    memory_limit_mb: int | None = setting(
-        2048, "MiB that such a process may take beyond loading your file; null: any.", ge=1
-    )
+    memory_limit_mb: int | None = setting(2048, "MiB that such a process may take beyond your file; null: any.", ge=1)
     in_process: bool = setting(
         False, "Call reward functions in the run's own process, for breakpoints: no deadline; an error ends the run."
     )
@@ -30,6 +28,4 @@ class Settings(Frozen):
     def check(self, config: Any, key: str) -> None:
         super().check(config, key)
         if self.in_process and (self.max_rpm or self.max_tpm):
-            raise ConfigError(
-                "reward.max_rpm, max_tpm: calls in this process are not counted: reward.in_process=false."
-            )
+            raise ConfigError("reward.max_rpm, max_tpm: calls here are not counted: reward.in_process=false.")

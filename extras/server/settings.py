@@ -32,7 +32,7 @@ class ServerSettings(Frozen):
     api_key_env: str | None = setting(None, "Environment variable that holds the token.")
     served_model_name: str | None = setting(None, "What clients call the model; null: model.path.")
     takes_weights: bool = setting(
-        False, "With rollout.name=vllm: accept weights from a trainer that uses rollout.name=openai."
+        False, "With rollout.name=vllm: accept weights of a trainer with rollout.name=openai."
     )
 
 
@@ -63,9 +63,7 @@ def check_server(config: ServerConfig) -> None:
         raise ConfigError(f"{settings}: it needs rollout.name=vllm and server.host=127.0.0.1.")
     adapter, rank = model.get("lora_adapter_path"), model.get("lora_rank")
     if adapter and rollout.name == "vllm":
-        raise ConfigError(
-            f"model.lora_adapter_path={adapter}: rollout.name=vllm reads a merged model in model.path alone."
-        )
+        raise ConfigError(f"model.lora_adapter_path={adapter}: rollout.name=vllm reads a merged model.path alone.")
     if rank and not adapter:
         raise ConfigError(f"model.lora_rank={rank} is set, which only training reads: set model.lora_adapter_path.")
     for name in ("prompt_length", "response_length"):

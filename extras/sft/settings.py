@@ -92,9 +92,7 @@ def check_sft(config: SFTConfig) -> None:
     check_sources("data.train_files", data.train_files)
     check_sources("data.val_files", data.val_files)
     if not data.val_files and config.trainer.test_freq != -1:
-        raise ConfigError(
-            f"trainer.test_freq={config.trainer.test_freq} asks for validation, of no rows: set data.val_files."
-        )
+        raise ConfigError(f"trainer.test_freq={config.trainer.test_freq} validates on no rows: set data.val_files.")
     by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
     if by_tokens and data.max_token_len_per_gpu < data.max_length:
         raise ConfigError(

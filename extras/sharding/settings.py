@@ -113,7 +113,5 @@ def shard_count(fsdp_size: int, workers: int) -> int:
     count = workers if fsdp_size < 0 else min(fsdp_size, workers)
     if count == 0 or workers % count:
         key = f"{ACTOR}.fsdp_config.fsdp_size"
-        raise ConfigError(
-            f"{key}={fsdp_size}: {workers} workers cannot be dealt out so. Take a divisor, or -1 for all."
-        )
+        raise ConfigError(f"{key}={fsdp_size}: {workers} workers cannot be dealt out so. Take a divisor, or -1: all.")
     return count

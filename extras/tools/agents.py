@@ -28,9 +28,7 @@ class Agent:
     def __post_init__(self) -> None:
         self.blocks: bool = "blocks" in dir(self.cls) and self.cls.blocks
         if not isinstance(self.cls, type) or not {"run", "step"} & {*dir(self.cls)}:
-            raise ConfigError(
-                f"{AGENT_KEY}: {self.name} is {self.cls!r}, which plays no episodes: it needs `step` or `run`."
-            )
+            raise ConfigError(f"{AGENT_KEY}: {self.name} is {self.cls!r}, which plays no episodes: define step or run.")
 
     @property
     def kind(self) -> str:

@@ -36,6 +36,4 @@ class Settings(Frozen):
             raise ConfigError(f"{self.source()} and {super().source()}: set one of the two.")
         for index, entry in enumerate(self.functions):
             if not entry.path:
-                raise ConfigError(
-                    f"reward.functions[{index}] ({entry.name}) has no path: name the file of the function."
-                )
+                raise ConfigError(f"reward.functions[{index}] ({entry.name}) has no path: name its file.")
