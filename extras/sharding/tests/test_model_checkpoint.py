@@ -274,5 +274,5 @@ def test_a_disk_that_is_full_in_the_background_costs_one_checkpoint(tiny_model, 
         assert "training/failed_saves" in saver.save(1) | saver.finish()
     assert "step 1 was not saved" in caplog.text
     assert not [*tmp_path.iterdir()]
-    assert not saver.save(2) | saver.finish()
+    assert not saver.save(2) | saver.finish(), caplog.text
     assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_2"
