@@ -110,6 +110,7 @@ DAPO_STRICT = [  # (response, truth, score, what is read)
     (r"\boxed{5}", "5", 1, "5"), (r"\boxed{5} no \boxed{6}", "5", -1, "6"), (r"\boxed{ 5}", "5", -1, " 5"),
     (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1, r"\frac{1}{2}"), ("Answer: 5", "5", -1, None),
     (r"\boxed{5", "5", -1, None), (r"\boxed{5}" + "." * 100, "5", -1, None),
+    (r"\boxed{5} Answer: 6", "5", 1, "5"),
 ]  # fmt: skip
 
 QUESTIONS = [  # (response, targets, exact, contained), with 0.1 for another answer
