@@ -215,19 +215,19 @@ def did_you_mean(name: str, known: list[str]) -> str:
     close = nearest_by_last_part(last, [key for key in known if key.rpartition(".")[0] == section])
     close = close or [key for key in known if key.startswith(name)]
     close = close or difflib.get_close_matches(name, [key for key in known if is_alike(key, name)], n=1, cutoff=0)
-    same = [key for key in known if key.rpartition(".")[2] == last]
+    namesakes = [key for key in known if key.rpartition(".")[2] == last]
     below = [key for key in known if f".{section}." in f".{key}"]
-    close = close or [key for key in same if key in below] or nearest_by_last_part(last, below)
-    elsewhere = same or nearest_by_last_part(last, known, cutoff=0.85)
+    close = close or [key for key in namesakes if key in below] or nearest_by_last_part(last, below)
+    elsewhere = namesakes or nearest_by_last_part(last, known, cutoff=0.85)
     close = close or (elsewhere if len(elsewhere) <= FEW else [])
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def is_alike(key: str, name: str) -> bool:
-    """Says whether each part of `key` is like that of `name`, which may have more: a setting that has no parts."""
+    """Says whether each part of `key` is close to that of `name`, which may go on below a setting without parts."""
     parts, names = key.split("."), name.split(".")
     pairs = zip(parts, names, strict=False)
-    return len(parts) <= len(names) and all(difflib.get_close_matches(one, [other], 1, ALIKE) for one, other in pairs)
+    return len(parts) <= len(names) and all(difflib.get_close_matches(part, [given], 1, ALIKE) for part, given in pairs)
 
 
 def nearest_by_last_part(last: str, keys: list[str], cutoff: float = ALIKE) -> list[str]:

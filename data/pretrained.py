@@ -73,9 +73,9 @@ def check_positions(config: PretrainedConfig, longest: int, model_key: str, leng
 def check_has_head(config: PretrainedConfig, model_key: str, head: type = AutoModelForCausalLM) -> None:
     """Raises ValueError unless transformers has the model that `model_key` names as one of the class `head`."""
     in_folder = head.__name__ in (config.to_dict().get("auto_map") or {})  # in code of its own
-    configs, what = HEADS[head]
+    configs, kind = HEADS[head]
     if type(config) not in configs and not in_folder:
-        raise ValueError(f"{model_key}: transformers has no {config.model_type} {what}.")
+        raise ValueError(f"{model_key}: transformers has no {config.model_type} {kind}.")
 
 
 def check_same_tokens(policy: PretrainedModelConfig, path: str, key: str) -> None:

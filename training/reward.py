@@ -247,9 +247,9 @@ def read_results(returned: Any, shape: tuple[int, int], name: str) -> list[Resul
     is_array = isinstance(returned, np.ndarray | Tensor)
     size = [*returned.shape] if is_array else [len(returned)] if isinstance(returned, list | tuple) else None
     if size != [rows] and (size != [*shape] or not is_array):
-        what = reprlib.repr(returned) if size is None else f"scores of shape {size}"
+        value = reprlib.repr(returned) if size is None else f"scores of shape {size}"
         allowed = f"[{rows}] numbers, one per response, or {[*shape]}, one per response token, as a list or a tensor"
-        raise ValueError(f"the reward {name} returned {what}: it must return {allowed}.")
+        raise ValueError(f"the reward {name} returned {value}: it must return {allowed}.")
     returned = returned.tolist() if is_array and size == [rows] else [*returned]
     kinds = Counter(frozenset(result) for result in returned if isinstance(result, dict) and "score" in result)
     keys = max(kinds, key=lambda kind: sum(map(kind.issuperset, kinds.elements())), default=frozenset(["score"]))

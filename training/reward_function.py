@@ -100,15 +100,15 @@ class FunctionReward:
         self.columns = form_of(function)
         self.takes_one_response = self.columns is ARGUMENTS
         known = {*self.columns, *FACTS} if self.columns else {"data", "tokenizer", *FACTS}
-        named = {name for name, one in parameters.items() if one.kind not in VARIADIC} - self.reward_kwargs.keys()
+        named = {name for name, p in parameters.items() if p.kind not in VARIADIC} - self.reward_kwargs.keys()
         of_data = {name for name in named - known if not is_setting(function, name)}
         self.names = named & known | of_data
-        has_kwargs = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        has_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.takes_every_column = has_kwargs and self.columns is TRL
         if has_kwargs:
             self.names |= {*[*self.columns][:VERL_ARGUMENTS]}
         self.required = named & {*required_arguments(function)}
-        optional = {name for name, one in parameters.items() if re.search("None|Optional", str(one.annotation))}
+        optional = {name for name, p in parameters.items() if re.search("None|Optional", str(p.annotation))}
         self.needed = self.required & (of_data | TRUTHS - optional)
         settings = f"{key}.reward_kwargs"
         if missing := self.needed.intersection(SERVED):

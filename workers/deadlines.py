@@ -136,8 +136,8 @@ class Wait:
         """Names the late ranks, silent ones first, and what each does; if none is silent, adds a stuck one's stacks."""
         late = sorted(self.late, key=lambda rank: self.silent[rank] <= UNSURE_SECONDS)
         stuck = [rank for rank in late if self.idle[rank] > UNSURE_SECONDS >= max(self.silent[other] for other in late)]
-        where = "".join(f"\n{self.name(rank).capitalize()} is here:\n{self.beats[rank].stacks}" for rank in stuck[:1])
-        return ", ".join(map(self._describe, late)) + "." + where.rstrip()
+        stack = "".join(f"\n{self.name(rank).capitalize()} is here:\n{self.beats[rank].stacks}" for rank in stuck[:1])
+        return ", ".join(map(self._describe, late)) + "." + stack.rstrip()
 
     def name(self, rank: int) -> str:
         return self.names[rank] if self.names else f"rank {rank}"
