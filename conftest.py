@@ -35,7 +35,6 @@ NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which
     "tests/test_reward_template.py": ("rules", "sandbox", "try_reward"),
     "tests/test_reasoning.py": ("report", "sft"),
     "tests/test_smollm2.py": ("report", "sft"),
-    "tests/test_vs_trl.py": ("kernels", "report"),
 }
 NEEDS |= {  # of an extra's tests, the extras that they import
     str(file): tuple(re.findall(r"^from extras\.(\w+)", file.read_text(), re.MULTILINE))
@@ -159,6 +158,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_tiny_model(folder, seed=0, hidden_size=32, layers=1)
     return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    """The tiny model's tokenizer, for the tests of a file."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> Any:
+    """The tiny model as a policy, for the tests of a file, which leave its weights as they are."""
+    from configs.schema import ModelConfig
+    from workers.models import load_causal_lm
+
+    return load_causal_lm(ModelConfig(path=str(tiny_model)))
 
 
 @pytest.fixture

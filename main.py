@@ -30,12 +30,12 @@ def start(config: Config) -> None:
         with refusals():
             trainer = build(config)
         start_command(config)
-        trainer.init_workers()  # the actor, the rollout, and who else plays: in this process, or on Ray
+        trainer.init_workers()  # the actor, the rollout and further roles: in this process, or on Ray
         trainer.fit()
 
 
 def run(config: Config, **objects: Any) -> dict[str, float]:
-    """Trains by `config` and objects of a caller's (`build`); returns the metrics of the last validation."""
+    """Trains by `config` and objects of the caller (`build`); returns the metrics of the last validation."""
     config = settle(config)
     with lock_folder(config):
         return build(config, **objects).fit()
@@ -44,8 +44,8 @@ def run(config: Config, **objects: Any) -> dict[str, float]:
 def build(
     config: Config, train_dataset: Dataset | None = None, reward_fn: Any = None, val_dataset: Dataset | None = None
 ) -> Launch:
-    """Makes the environment, around it its data set and its reward manager, and the trainer. Objects of a caller's take
-    the place of those that settings name."""
+    """Makes the environment, its data set and reward manager, and the trainer. Objects of the caller replace those that
+    settings name."""
     plan = make_plan(config)  # refuses what settings alone show to be wrong
     environment = build_environment(config)  # of env.id, as text (custom/env_wrapper.py); None: rows come from files
     # What is shown: states of the environment, by CustomEnvDataset of custom/env_dataset.py; or rows of files.

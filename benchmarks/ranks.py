@@ -241,7 +241,7 @@ def step(worker: ModelWorker, batch: DataProto) -> Iterator[tuple[str, Callable[
 
 def hand_over(engine: TrainEngine) -> None:
     """Goes through the weights as an engine that copies them does."""
-    with engine.at_work(), torch.no_grad():
+    with engine.on_device(), torch.no_grad():
         for _ in engine.weights():
             pass
 

@@ -14,7 +14,7 @@ from typing import Any
 from configs.errors import ConfigError, did_you_mean, notice
 from configs.extras import NEEDS_GROUPS, TABLE, check_present, present
 from configs.import_utils import REGISTRIES, load_extern_object, load_module, source_file, split_object
-from configs.paths import ROOT, check_model_path, find_path, most_rows, options, source_files
+from configs.paths import ROOT, check_model_path, find_path, options, row_bound, source_files
 from configs.process import most_gpus
 from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, EnvConfig, SamplingConfig
 
@@ -155,13 +155,13 @@ def check_epoch(config: Config) -> None:
     sources = as_list(data.train_files)
     is_plain = all(source.partition(":")[0] not in TABLE["source"] for source in sources)
     if sources and is_plain:
-        rows = sum(most_rows(file, size) for source in sources for file in source_files(source))
+        rows = sum(row_bound(file, size) for source in sources for file in source_files(source))
         rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
         if 0 < rows < size:
-            raise no_batch(size, rows)
+            raise no_batch_error(size, rows)
 
 
-def no_batch(size: int, rows: float, length_key: str = "data.max_prompt_length") -> ConfigError:
+def no_batch_error(size: int, rows: float, length_key: str = "data.max_prompt_length") -> ConfigError:
     """Makes the error of an epoch of so many rows that has no batch of this `size`; `length_key` drops long ones."""
     remedy = f"Lower it, or give more rows ({length_key} may drop too many)"
     return ConfigError(f"data.train_batch_size={size} cannot be filled: an epoch has {rows} rows. {remedy}.")

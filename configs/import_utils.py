@@ -292,8 +292,8 @@ def accepts(function: Callable, argument: str) -> bool:
     to its bases, so they are asked."""
     bases = function.__mro__ if isinstance(function, type) else ()
     constructors = [base.__init__ for base in bases if "__init__" in vars(base) and base is not object]
-    for each in constructors or [function]:
-        parameters = inspect.signature(each).parameters
+    for constructor in constructors or [function]:
+        parameters = inspect.signature(constructor).parameters
         if argument in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return argument in parameters
     return True

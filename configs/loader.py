@@ -35,7 +35,7 @@ from configs.checks import check_config
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
 from configs.extras import absence, absent_extra_of, commands, present
 from configs.import_utils import find, setting_at
-from configs.paths import CONFIG_DIR, home_spelt_out, options
+from configs.paths import CONFIG_DIR, expand_home, options
 from configs.schema import Config
 from configs.settings import (
     Keys,
@@ -246,7 +246,7 @@ def compose_dict(arguments: Arguments, schema: type) -> tuple[DictConfig, set[st
     base = copy.deepcopy(defaults(schema))
     plain = [override.key_or_group for override in overrides if not override.is_add() and not override.is_force_add()]
     for key, value in sorted(leaves(config), key=lambda leaf: not leaf[0].endswith(OPENERS)):
-        set_checked(base, key, home_spelt_out(value), plain)
+        set_checked(base, key, expand_home(value), plain)
     overridden = {override.key_or_group for override in settings}
     return base, {key for key, value in leaves(config) if key in overridden or (key, value) not in shipped.items()}
 

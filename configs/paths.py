@@ -23,25 +23,25 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def find_path(path: str | Path) -> Path:
     """Expands ~ in `path`, and looks for a relative one in the working directory, then beside main.py.
 
-    So the defaults (custom/env_wrapper.py) work everywhere, and a user's own file of that name is found first.
+    So the defaults (custom/env_wrapper.py) work from any directory, and a user's file of the same name comes first.
     """
     expanded = Path(path).expanduser()
     shipped = ROOT / expanded
     return shipped if shipped.exists() and not expanded.exists() else expanded
 
 
-def home_spelt_out(value: object) -> object:
-    """Replaces a leading ~/ in a text, or in each text of a list, by the user's home: no shell does after `key=`."""
+def expand_home(value: object) -> object:
+    """Replaces a leading ~/ in a text, or in each text of a list, by the user's home: shells do not after `key=`."""
     if isinstance(value, list):
-        return [home_spelt_out(item) for item in value]
+        return [expand_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def source_files(source: str | Path) -> list[Path]:
     """Lists the data files of an entry of data.train_files, sorted by name.
 
-    A file stands for itself, a folder for all files in it, at any depth, with one of `DATA_ENDINGS`, a glob (*, ?,
-    [a-z]) for all files that it matches. Names in a folder that begin with a dot or an underscore are skipped.
+    A folder stands for all files in it, at any depth, with one of `DATA_ENDINGS`, a glob (*, ?, [a-z]) for all files
+    that it matches. In a folder, names that begin with a dot or an underscore are skipped.
 
     Raises:
         FileNotFoundError: no file is found; names the working directory.
@@ -68,8 +68,8 @@ def source_files(source: str | Path) -> list[Path]:
     return sorted(files)
 
 
-def most_rows(file: Path, enough: int) -> float:
-    """Returns a number that the rows of a data file do not exceed, or one from `enough` on; infinity: it is unknown.
+def row_bound(file: Path, enough: int) -> float:
+    """Returns an upper bound of a data file's rows, or `enough` or more if there are so many; infinity: unknown.
 
     Nothing is parsed: an object in an array begins with a brace, and any other row has a line of its own."""
     if file.suffix == ".parquet":
@@ -89,12 +89,12 @@ def most_rows(file: Path, enough: int) -> float:
 
 
 def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
-    """Lists the yaml files of a group, in the folder of its name in `folder` and in the shipped configs."""
+    """Lists the yaml files of the config group `kind`, in `folder` and in the shipped configs."""
     return sorted({path.stem for root in (folder, CONFIG_DIR) for path in (root / kind).glob("*.yaml")})
 
 
 def split_of(path: Path) -> str | None:
-    """Returns the split that the name of a data file, or of a folder that it stands in, says it belongs to."""
+    """Returns the split that the name of a data file, or of one of its folders, names; None: none does."""
     for part in (path.stem, *reversed(path.parts[:-1])):
         words = re.split(r"[-_.\s]+", part.lower())
         for split, names in SPLITS.items():
@@ -104,7 +104,7 @@ def split_of(path: Path) -> str | None:
 
 
 def check_model_path(path: str | None, key: str) -> str:
-    """Returns `path` if a model can be there: a folder with a config.json, or something that can be a hub name."""
+    """Returns `path` if it can be a model: a folder with a config.json, or a name of the hub's form."""
     remedy = (
         "Give a folder written by save_pretrained; `python -m custom.tiny_model DIR` makes a small one to try with, "
         "`make quickstart` makes outputs/quickstart/warm_start."

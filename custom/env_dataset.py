@@ -47,10 +47,10 @@ class CustomEnvDataset(RLHFDataset):
         super().__init__(config=config)
         self.environment, self.size, self.first = environment, size, first
         if tokenizer is not None:
-            self.settle(tokenizer, config)
+            self.setup(tokenizer, config)
 
-    def settle(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig | None) -> None:
-        super().settle(tokenizer, config)
+    def setup(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig | None) -> None:
+        super().setup(tokenizer, config)
         positions = np.linspace(0, self.size - 1, min(self.size, STATES_CHECKED)).astype(int).tolist()
         states = [self.environment.get_state(self.first + position) for position in positions]
         self.check_sizes(states, "states")

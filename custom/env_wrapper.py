@@ -1,6 +1,6 @@
 """Makes any gymnasium environment a text environment, by two functions: observation to text and text to action.
 
-An id runs without them too: extras/gym writes out what it observes, and reads its actions. To do better, write the
+An id also runs without them: extras/gym writes observations out, and reads actions. For better texts, write the two
 functions and an entry of `ENVIRONMENTS`:
 
     def my_text(env, observation): return f"You see {observation}."    # env: the unwrapped gymnasium environment
@@ -8,8 +8,8 @@ functions and an entry of `ENVIRONMENTS`:
     ENVIRONMENTS["MyGame-v0"] = {"observation_to_text": my_text, "text_to_action": my_action}
 
 then `make_env("my_module:MyGame-v0")`, or by its file, `make_env("./my_game.py:MyGame-v0")`. `make_text_env(id,
-my_text, my_action)` is entry and object in one. The object (custom/gym/text_env.py) gives single states (`get_state`,
-`compute_reward`) and whole episodes (`reset`, `step`).
+my_text, my_action)` adds the entry and makes the environment. It (custom/gym/text_env.py) gives single states
+(`get_state`, `compute_reward`) and whole episodes (`reset`, `step`).
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def cliff_walking_text(env: Any, cell: int) -> str:
 
 
 def taxi_text(env: Any, observation: int) -> str:
-    """Returns the map with the taxi as T, then what T hides (a pad) and what the map never shows (who goes where)."""
+    """Returns the map with the taxi as T, then what that hides: the pad under T, and who goes where."""
     row, column, passenger, destination = env.decode(observation)
     cells = env.desc.astype(str)[1:-1, 1:-1]  # without its frame
     cells[row, 2 * column] = "T"
@@ -113,7 +113,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     },
 }
 SETTINGS = {setting.name for setting in fields(TextEnv)} - {"env_id", "env_kwargs", "timeout"}
-OF_ONE_RUN = {"seed", "exclude_seeds", "random_maps", "processes", "timeout"}  # and not of the id
+RUN_SETTINGS = {"seed", "exclude_seeds", "random_maps", "processes", "timeout"}  # not stored in an entry
 
 
 def make_env(
@@ -128,7 +128,7 @@ def make_env(
     """Makes the text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
 
     `random_maps=True, size=4` gives every seed its own map. `settings` that TextEnv does not have go to gymnasium; None
-    is unset. Episodes are played in so many `processes` (0: in this one), each step in at most `timeout` seconds.
+    means unset. `processes` play the episodes (0: this process); a step takes at most `timeout` seconds.
     """
     module, name, _ = split_id(env_id)
     if module:
@@ -169,15 +169,15 @@ def make_text_env(
     text_to_action: Callable[[str], Any | None] | None = None,
     **settings: Any,
 ) -> Any:
-    """Calls `make_env` with these two functions and settings, which become the id's entry of `ENVIRONMENTS`.
+    """Stores these functions and settings as the id's entry of `ENVIRONMENTS`, and calls `make_env`.
 
-    In a module of yours, `make_text_env("CartPole-v1", my_text, my_action)` makes `env.id=my_module:CartPole-v1` a run.
+    If your module calls `make_text_env("CartPole-v1", my_text, my_action)`, a run takes `env.id=my_module:CartPole-v1`.
     """
     module, name, _ = split_id(env_id)
     if module:
         load_module(module)
     settings |= {"observation_to_text": observation_to_text, "text_to_action": text_to_action}
-    overrides = {key: value for key, value in settings.items() if value is not None and key not in OF_ONE_RUN}
+    overrides = {key: value for key, value in settings.items() if value is not None and key not in RUN_SETTINGS}
     entry = ENVIRONMENTS.get(name, {})
     env_kwargs = {**entry.get("env_kwargs", {}), **{key: overrides.pop(key) for key in overrides.keys() - SETTINGS}}
     ENVIRONMENTS[name] = {**entry, "env_kwargs": env_kwargs, **overrides}

@@ -326,9 +326,9 @@ class ChatFormat:
         """Counts the tokens at the start of `ids` that end a turn: white space, the template's token, `stop_ids`."""
         count = 0
         for end in dict.fromkeys((self.terminator, *stop_ids)):
-            place = ids.index(end, count) if end in ids[count:] else len(ids)
-            if place < len(ids) and not self.tokenizer.decode(ids[count:place]).strip():
-                count = place + 1
+            position = ids.index(end, count) if end in ids[count:] else len(ids)
+            if position < len(ids) and not self.tokenizer.decode(ids[count:position]).strip():
+                count = position + 1
         return count
 
     def increment_text(self, messages: list[Message], calls: Sequence[Any] = ()) -> str:

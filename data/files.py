@@ -19,7 +19,7 @@ from typing import IO, Any, BinaryIO
 from configs.errors import ConfigError, notice
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
-LOOKED_AT = 20  # tries at a run's lock, which a report may hold for the moment in which it looks
+LOCK_TRIES = 20  # at a run's lock, which a report may hold for a moment
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def rewrite(path: str | PathLike, content: bytes) -> None:
 
 
 def append(path: str | PathLike, content: bytes, to_disk: bool = True) -> None:
-    """Adds `content` to the end of `path`; it is on disk when this returns, or else `to_disk` is False.
+    """Adds `content` to the end of `path`; unless `to_disk` is False, it is on disk when this returns.
 
     Raises:
         OSError: the disk is full or unwritable; nothing of `content` was added.
@@ -84,7 +84,7 @@ def dispensable(name: str) -> Iterator[None]:
 
 @contextmanager
 def indispensable(folder: str | Path) -> Iterator[None]:
-    """Raises ConfigError, a line, if the disk is full; for files in a run's folder without which it does not begin."""
+    """Raises ConfigError if the disk is full; for files that a run needs in its folder before it starts."""
     try:
         yield
     except OSError as error:
@@ -121,7 +121,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def headline_means(data: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a validation whose mean sums it up: its loss, or a mean of each source; {}: none was."""
+    """Returns the metrics that sum up a validation: its loss, or the mean of each source; {} if `data` has none."""
     if "val/loss" in data:
         return {"val/loss": data["val/loss"]}
     return {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
@@ -141,11 +141,11 @@ def _to_json(value: Any) -> Any:
     return str(value)
 
 
-def lock(file: IO, looks: bool = False) -> bool:
-    """Locks an open file, and returns False if another process has it locked; the kernel unlocks it when it is closed,
-    however that happens. One that only `looks` whether another has it keeps out nobody that looks."""
+def lock(file: IO, shared: bool = False) -> bool:
+    """Locks an open file; returns False if another process has locked it. The kernel unlocks it when it is closed, also
+    by a kill. A `shared` lock tests for a lock that is not shared; processes that test do not lock each other out."""
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if looks else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -157,11 +157,11 @@ class FolderLost(ConfigError):
     """A run's folder has been deleted or moved while the run went on; what is there now may be another run's."""
 
 
-locked: dict[Path, os.stat_result] = {}  # by folder: the lock of the run in this process that has it
+locked: dict[Path, os.stat_result] = {}  # folder → os.stat of its run.lock, while a run of this process holds it
 
 
 def check_is_ours(folder: str | Path) -> None:
-    """Raises FolderLost unless the run that `sole_run` let into `folder` still has it; others are not asked."""
+    """Raises FolderLost if `folder` is no longer the one that `sole_run` locked; does nothing without a lock."""
     path, lock_stat = Path(folder) / "run.lock", locked.get(Path(folder))
     if lock_stat and not (path.exists() and os.path.samestat(lock_stat, path.stat())):
         raise FolderLost(
@@ -172,15 +172,15 @@ def check_is_ours(folder: str | Path) -> None:
 
 @contextmanager
 def sole_run(folder: str | Path) -> Iterator[None]:
-    """Keeps other runs out of `folder`, which is made. Its run.lock names the process that has it, or had it last.
+    """Makes `folder` and keeps other runs out of it. Its run.lock names the process that holds or last held it.
 
     Raises:
-        ConfigError: another run has it; names that run's process and host.
+        ConfigError: another run holds it; names that run's process and host.
     """
     path = Path(folder) / "run.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
-        if not any(lock(file) or time.sleep(0.02) for _ in range(LOOKED_AT)):
+        if not any(lock(file) or time.sleep(0.02) for _ in range(LOCK_TRIES)):
             file.seek(0)
             holder = file.read().strip() or "it has not said yet which"
             raise ConfigError(

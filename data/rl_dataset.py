@@ -1,7 +1,7 @@
 """Reads the rows of an RL run from files, as dictionaries with token ids.
 
-Prompts are tokenised here, once, when the files are read: over-long and malformed ones are found before any model
-loads. A row keeps all its columns, so that rewards and environments see what the user wrote.
+Prompts are tokenised once, when the files are read, so that overlong and malformed ones are found before a model
+loads. A row keeps all its columns: rewards and environments see what the user wrote.
 """
 
 import logging
@@ -35,15 +35,15 @@ from data.rows import (
     files_key,
     given_ids,
     kwargs_in,
-    own_names,
     print_report,
     read_rows,
+    rename_clashes,
     with_labels,
 )
 from data.types import Row, check_text
 
 logger = logging.getLogger(__name__)
-PROGRESS_BAR_FROM = 2000  # rows; fewer are done too fast for a bar
+PROGRESS_BAR_FROM = 2000  # rows; fewer need no bar
 HOOKS_OF_VERL = frozenset((  # methods of verl's RLHFDataset that its subclasses define
     "_download", "_read_files_and_tokenize", "maybe_filter_out_long_prompts", "_build_messages",
     "process_vision_info", "process_multi_modal_info", "resume_dataset_state",
@@ -51,7 +51,7 @@ HOOKS_OF_VERL = frozenset((  # methods of verl's RLHFDataset that its subclasses
 
 
 class OverlongPrompt(ValueError):
-    """The prompt of a row has more tokens than data.max_prompt_length, and may not be cut."""
+    """A prompt has more tokens than data.max_prompt_length, and must not be cut."""
 
     def __init__(self, origin: Origin, length: int, limit: int) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class OverlongPrompt(ValueError):
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """Returns `ids` without what exceeds `limit` on the named side: left, right or middle."""
+    """Cuts `ids` to `limit` tokens by removing from one side: left, right or middle."""
     excess = max(len(ids) - limit, 0)
     start = {"left": 0, "middle": limit // 2, "right": limit}[side]
     return ids[:start] + ids[start + excess :]
@@ -75,28 +75,28 @@ class RLHFDataset(Dataset):
     data_source: the column data.reward_fn_key, else the name of its file, or "unknown"; extra_info: the column, or {};
     index: extra_info["index"], or the position in this dataset.
 
-    One whose prompts are not in files passes `data_files=None`, defines `__len__`, and returns
-    `self.make_row({data.prompt_key: prompt, …}, i)` from `__getitem__(i)`. extras/verl/hooks.py calls verl's hooks.
+    A subclass without files passes `data_files=None`, defines `__len__`, and returns `self.make_row({data.prompt_key:
+    prompt, …}, i)` from `__getitem__(i)`. extras/verl/hooks.py calls verl's hooks.
 
     Args:
         data_files: one path or several (see `read_rows`); None: no rows are read.
-        tokenizer: None: rows have no tokens until `settle`, and none are read from files.
-        config: the data section; a mapping, as verl has it, is read by extras/verl.
+        tokenizer: None: rows have no tokens until `setup`, and no files can be read.
+        config: the data section; extras/verl reads a mapping, as in verl.
         processor: kept for subclasses; not used here.
-        max_samples: use at most so many rows, drawn by data.seed if data.shuffle, else the first; -1: all.
+        max_samples: use at most so many rows: random ones by data.seed if data.shuffle, else the first; -1: all.
 
     Attributes:
-        rows, prompt_ids: those that are used, and their prompts' tokens (int32: a ninth of what lists take).
-        is_settled: whether it has a tokenizer and a data section; a run settles one that lacks either.
+        rows, prompt_ids: the rows in use, and the tokens of their prompts (int32: a ninth of the memory of lists).
+        is_set_up: whether it has a tokenizer and a data section; if not, the run calls `setup`.
 
     Raises:
-        FileNotFoundError, ValueError: names file, row and remedy, for whatever makes rows unusable.
+        FileNotFoundError, ValueError: rows are unusable; names file, row and remedy.
     """
 
-    is_settled, calls_hooks, tokenizer = False, False, None  # also of a class whose __init__ does not call this one
+    is_set_up, calls_hooks, tokenizer = False, False, None  # also if a subclass does not call our __init__
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Makes a class that defines hooks of verl's a subclass of extras/verl's, as this one calls none."""
+        """Makes a class with verl's hooks a subclass of extras/verl's, which calls them; this one calls none."""
         super().__init_subclass__(**options)
         hooks = ", ".join(sorted(HOOKS_OF_VERL.intersection(dir(cls))))
         if hooks and not cls.calls_hooks:
@@ -113,7 +113,7 @@ class RLHFDataset(Dataset):
         max_samples: int = -1,
     ) -> None:
         self.processor, self.max_samples = processor, max_samples
-        RLHFDataset.settle(self, tokenizer, config)
+        RLHFDataset.setup(self, tokenizer, config)
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files or [])
         self.num_filtered = 0
         self.unread: list[BadRow] = []
@@ -124,12 +124,12 @@ class RLHFDataset(Dataset):
                 raise ValueError(f"{type(self).__name__}: rows of files are tokenised at once, so give a tokenizer.")
             self._load(data_files)
 
-    def settle(self, tokenizer: PreTrainedTokenizerBase | None, config: DataConfig | Mapping[str, Any] | None) -> None:
-        """Takes the tokenizer and the data section by which rows are made."""
+    def setup(self, tokenizer: PreTrainedTokenizerBase | None, config: DataConfig | Mapping[str, Any] | None) -> None:
+        """Sets the tokenizer and the data section that rows are made by."""
         config = find("dataset", "verl").as_data_config(config) if isinstance(config, Mapping) else config
-        self.is_settled = tokenizer is not None and config is not None
+        self.is_set_up = tokenizer is not None and config is not None
         self.tokenizer, self.config = tokenizer, config or DataConfig()
-        self.images = tokenizer and vars(tokenizer).get("images")  # who reads them; None: the model reads text alone
+        self.images = tokenizer and vars(tokenizer).get("images")  # encodes them; None: the model reads text alone
         self.prompt_key, self.max_prompt_length = self.config.prompt_key, self.config.max_prompt_length
         self.filter_overlong_prompts, self.truncation = self.config.filter_overlong_prompts, self.config.truncation
         self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
@@ -152,7 +152,7 @@ class RLHFDataset(Dataset):
         return [entry.prompt_ids for entry in self.entries]
 
     def prompt_ids_like(self, other: "RLHFDataset") -> Sequence[np.ndarray]:
-        """Returns the tokens of those prompts, at least, that `other` has too."""
+        """Returns the tokens of the prompts; may leave out those that `other` does not have."""
         return self.prompt_ids
 
     def __len__(self) -> int:
@@ -161,32 +161,32 @@ class RLHFDataset(Dataset):
     def __getitem__(self, position: int) -> Row:
         entry = self.entries[position]
         row = self.make_row(entry.columns, position, entry.prompt_ids.tolist())
-        if gives_rows_as_they_are(self):
+        if has_default_getitem(self):
             return row
         row["raw_prompt_ids"] = Encoded(row["raw_prompt_ids"], repr(row["raw_prompt"]))
         kwargs = {name: kwargs_in(row, name) for name in ("tools_kwargs", "interaction_kwargs")}
-        return {"dummy_tensor": torch.zeros(1, dtype=torch.uint8), **row, **kwargs}  # as verl's methods find them
+        return {"dummy_tensor": torch.zeros(1, dtype=torch.uint8), **row, **kwargs}  # as verl's methods expect
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt before any cut; override for a format of your own."""
+        """Returns the token ids of a prompt before truncation; override it for your own format."""
         return encode_prompt(prompt, self.tokenizer, **self.apply_chat_template_kwargs)
 
     def make_row(
         self, columns: Row, position: int, prompt_ids: list[int] | None = None, source: str | None = None
     ) -> Row:
-        """Returns the row that `columns` make: what is missing is added, what is there stays.
+        """Completes `columns` to a row: adds what is missing, and keeps the rest.
 
-        The prompt is raw_prompt, where the row is one that was made before, or the column data.prompt_key. `prompt_ids`
-        (or the column raw_prompt_ids, or input_ids with attention_mask) are encoded unless given; data.truncation cuts
-        them. `source` is the dataset's name in messages; None: this class.
+        The prompt is the column raw_prompt if the row was made before, else data.prompt_key. Its tokens are
+        `prompt_ids`, else the column raw_prompt_ids, else input_ids under attention_mask, else they are encoded;
+        data.truncation cuts them. `source` is the dataset's name in messages; None: this class.
         """
         origin = Origin(source or type(self).__name__, position)
         if not isinstance(columns, Mapping):
             raise ValueError(f"{origin} is {reprlib.repr(columns)}; a row must be a dictionary.")
         ids = given_ids(columns) if prompt_ids is None else prompt_ids
-        columns = with_labels(own_names(columns), origin, self.config.ground_truth_key)
+        columns = with_labels(rename_clashes(columns), origin, self.config.ground_truth_key)
         is_made = prompt_ids is None and columns.get("raw_prompt") is not None
-        shows = ids is None or any(columns.get(name) is not None for name in (self.prompt_key, "raw_prompt"))
+        has_prompt = ids is None or any(columns.get(name) is not None for name in (self.prompt_key, "raw_prompt"))
         if ids is None:
             ids = self._encode(columns, origin, is_made)
         elif self.images is not None:
@@ -196,7 +196,7 @@ class RLHFDataset(Dataset):
         index = columns["extra_info"].get("index", columns.get("index"))
         return {
             **columns,
-            "raw_prompt": self._messages(columns, is_made) if shows else None,
+            "raw_prompt": self._messages(columns, is_made) if has_prompt else None,
             "raw_prompt_ids": self._fit(ids, origin),
             "data_source": columns.get(self.config.reward_fn_key) or "unknown",
             "index": position if index is None else index,
@@ -216,7 +216,7 @@ class RLHFDataset(Dataset):
         return np.random.default_rng(self.config.seed or 0).choice(total, self.max_samples, replace=False)
 
     def _load(self, data_files: Any) -> None:
-        """Reads and measures the rows, and reports on them."""
+        """Reads the rows, tokenises their prompts, and reports on them."""
         rows = read_rows(self.data_files, self.unread, files_key(self.data_files, self.config))
         self.entries = self._measure([Entry(*rows[index]) for index in self._sampled(len(rows))])
         self._report(data_files)
@@ -231,8 +231,8 @@ class RLHFDataset(Dataset):
         return f"prompts of {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} tokens"
 
     def _measure(self, entries: Sequence[Entry], total: int = 0) -> list[Entry]:
-        """Returns `entries` with the tokens of all prompts, and without unusable rows and too long prompts; `total`: of
-        so many rows, as all others are known to be usable."""
+        """Returns `entries` with the tokens of their prompts, without unusable rows and overlong prompts. `total` rows
+        were read, and all others of them are usable; 0: these are all."""
         unread, self.unread = self.unread, []
         total = total or sum(entry.prompt_ids is None for entry in entries) + len(unread)
         bad, overlong, measured = BadRows(total, self.config.max_bad_fraction, unread), [], []
@@ -253,7 +253,7 @@ class RLHFDataset(Dataset):
         return measured
 
     def _read(self, entry: Entry) -> Entry:
-        """Returns a row with its labels and the tokens of its prompt; raises OverlongPrompt for too many."""
+        """Returns a row with its labels and the tokens of its prompt; raises OverlongPrompt if they are too many."""
         origin, columns = entry.origin, self._complete(entry)
         check_is_read(columns, self.prompt_key, origin, *([] if self.images is None else [self.image_key]))
         ids = self._encode(columns, origin)
@@ -262,7 +262,7 @@ class RLHFDataset(Dataset):
         return Entry(origin, columns, np.asarray(self._fit(ids, origin), dtype=np.int32))
 
     def _complete(self, entry: Entry) -> Row:
-        """Returns the columns of a row of a file with its labels and its source."""
+        """Returns the columns of a file's row, with its labels and its source."""
         origin, key = entry.origin, self.config.reward_fn_key
         columns = with_labels(entry.columns, origin, self.config.ground_truth_key)
         if origin.source and not columns.get(key):
@@ -270,13 +270,13 @@ class RLHFDataset(Dataset):
         return columns
 
     def _encode(self, columns: Row, origin: Origin, is_made: bool = False) -> list[int]:
-        """Encodes a row's prompt, however long; ValueError says which row is bad, and why."""
+        """Encodes a row's prompt, of any length; raises ValueError that names the bad row and the reason."""
         try:
             prompt = self._messages(columns, is_made)
-            check_says_something(prompt)
-            shown = columns.get(self.image_key), self.image_key, self.encode_prompt
-            ids = self.encode_prompt(prompt) if self.images is None else self.images.encode(prompt, *shown)
-        except (ValueError, TypeError, TemplateError) as error:  # templates refuse messages by the last two
+            check_has_text(prompt)
+            images = columns.get(self.image_key), self.image_key, self.encode_prompt
+            ids = self.encode_prompt(prompt) if self.images is None else self.images.encode(prompt, *images)
+        except (ValueError, TypeError, TemplateError) as error:  # the last two: a template refuses the messages
             filled = ", ".join(name for name, value in columns.items() if str(value) not in ("None", "{}"))
             read = f"It is read from data.prompt_key={self.prompt_key}; this row fills the columns"
             raise ValueError(f"{origin}: {str(error).removesuffix('.')}. {read} {filled}.") from error
@@ -285,7 +285,7 @@ class RLHFDataset(Dataset):
         return ids
 
     def _fit(self, ids: list[int], origin: Origin) -> list[int]:
-        """Returns `ids` cut to data.max_prompt_length as data.truncation says."""
+        """Cuts `ids` to data.max_prompt_length as data.truncation says."""
         limit = self.max_prompt_length
         if len(ids) <= limit:
             return ids
@@ -294,8 +294,8 @@ class RLHFDataset(Dataset):
         return truncate(ids, limit, self.truncation)
 
 
-def gives_rows_as_they_are(dataset: Dataset) -> bool:
-    """Says whether rows come out of a dataset as they were read, and not by a method of the user's."""
+def has_default_getitem(dataset: Dataset) -> bool:
+    """Says whether a dataset's `__getitem__` is RLHFDataset's own, which returns rows as they were read."""
     return type(dataset).__getitem__ is RLHFDataset.__getitem__
 
 
@@ -308,7 +308,7 @@ def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: Data
 
 
 def report_overlong(overlong: list[OverlongPrompt], total: int, limit: int) -> None:
-    """Warns which of `total` rows are left out; raises ValueError if all are."""
+    """Warns which of `total` rows are left out; raises ValueError if it is all of them."""
     longer = f"longer than data.max_prompt_length={limit} tokens"
     if len(overlong) == total:
         longest = max(error.length for error in overlong)
@@ -319,7 +319,7 @@ def report_overlong(overlong: list[OverlongPrompt], total: int, limit: int) -> N
 
 
 def collate_fn(rows: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Stacks the tensors of B rows to [B, …]; all else becomes an object array [B], with elements as they are."""
+    """Stacks the tensors of B rows to [B, …]; any other column becomes an object array [B] of its values."""
     names = dict.fromkeys(name for row in rows for name in row)
     for name in names:
         lacking = [i for i, row in enumerate(rows) if name not in row]
@@ -338,7 +338,7 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
 
 
 def get_dataset_class(config: DataConfig) -> type[Dataset]:
-    """Returns the class that data.custom_cls names, or else the one that the data section does."""
+    """Returns the class that data.custom_cls names, or else the `dataset` of the data section."""
     if config.custom_cls.path is None:
         return find("dataset", config.dataset, "data")
     return load_subclass(config.custom_cls.path, config.custom_cls.name, Dataset, "data.custom_cls.name")
@@ -350,7 +350,7 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
 ) -> Dataset:
-    """Returns the dataset of `data_files`, of the configured class, which is given what its constructor names."""
+    """Makes the configured dataset of `data_files`; its constructor gets the arguments that it names."""
     dataset_class = get_dataset_class(config)
     if data_files is None and dataset_class is RLHFDataset:
         raise ValueError("data.train_files is not set: name files (docs/data.md), or an environment by env.id.")
@@ -363,8 +363,8 @@ def create_rl_dataset(
     return bind(dataset_class, arguments | {"max_samples": max_samples}, kwargs, key)()
 
 
-def check_says_something(prompt: Prompt) -> None:
-    """Raises ValueError for a prompt whose every text is empty, or that holds what no tokenizer encodes."""
+def check_has_text(prompt: Prompt) -> None:
+    """Raises ValueError for a prompt whose texts are all empty, or with characters that no tokenizer encodes."""
     texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     if all(isinstance(text, str) and not text.strip() for text in texts):
         raise ValueError("the prompt is empty.")

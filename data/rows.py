@@ -154,8 +154,8 @@ def standard_names(row: Row) -> Row:
     return row
 
 
-def own_names(row: Row) -> Row:
-    """Returns `row` with those of its columns that are called like one of `RUN_COLUMNS` under the name dataset_…."""
+def rename_clashes(row: Row) -> Row:
+    """Returns `row`; its columns that are called like one of `RUN_COLUMNS` get the prefix dataset_."""
     clashing = row.keys() & RUN_COLUMNS
     for name in sorted(clashing):
         notice_once(f"the run has a column {name!r} itself: that of the data is called 'dataset_{name}' in batches.")
@@ -307,8 +307,8 @@ def read_json_lines(file: str, content: bytes) -> Iterator[Found]:
 def as_found(origin: Origin, value: Any) -> Found:
     if isinstance(value, dict):
         return origin, value
-    place = f"{origin.file}, line {origin.line}" if origin.line else origin
-    return origin, BadRow(origin, f"{place} is {reprlib.repr(value)}; a row must be a JSON object.")
+    row = f"{origin.file}, line {origin.line}" if origin.line else origin
+    return origin, BadRow(origin, f"{row} is {reprlib.repr(value)}; a row must be a JSON object.")
 
 
 def read_csv(file: str, text: str, separator: str = ",") -> Iterator[Found]:

@@ -1,7 +1,7 @@
-"""Draws the rows of each batch: samplers, and a loader that resumes at exactly its place.
+"""Draws the rows of each batch: samplers, and a loader that resumes exactly where it stopped.
 
-The order of an epoch is a function of (seed, epoch), so that a run's position is two numbers. Nothing is fetched ahead:
-a curriculum that learns from a step decides over the very next row.
+The order of an epoch is a function of (seed, epoch), so a run's position is two numbers. Nothing is prefetched: what a
+curriculum learns from a step counts for the next row.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from configs.checks import no_batch
+from configs.checks import no_batch_error
 from configs.errors import ConfigError, notice
 from configs.extras import check_present
 from configs.import_utils import asked_for, bind, check_reads, find, load_subclass, required_arguments
@@ -32,7 +32,7 @@ class Stateful(Protocol):
     """A dataset or sampler with state of its own, which checkpoints then hold.
 
     Such a sampler counts a row before yielding it, and after `load_state_dict` yields the rest of the epoch. Any other
-    is iterated anew, and what it yielded before is skipped.
+    is iterated from the start, and the rows it had yielded are skipped.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -42,7 +42,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Dynamic(Protocol):
-    """A dataset that is given every step's batch, and may change its rows."""
+    """A dataset that receives every step's batch, and may change its rows."""
 
     def on_batch_end(self, batch: DataProto) -> None: ...
 
@@ -50,12 +50,12 @@ class Dynamic(Protocol):
 class AbstractSampler(Sampler[int], ABC):
     """Base of all samplers: `__iter__` yields the row positions of one epoch, `__len__` says how many.
 
-    Before `__iter__`, `self.epoch` and `self.num_rows`, the dataset's rows as the epoch began, are set: an order drawn
-    from a seed and them needs no state to be resumed.
+    `self.epoch` and `self.num_rows` (the dataset's rows as the epoch began) are set before `__iter__`: an order that is
+    a function of a seed and these two resumes without a state.
     """
 
     epoch = 0
-    num_rows: int | None = None  # None: all that there are
+    num_rows: int | None = None  # None: all rows
 
     def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
         self.data_source = data_source
@@ -74,14 +74,14 @@ class AbstractSampler(Sampler[int], ABC):
         return len(self.data_source) if self.num_rows is None else self.num_rows
 
     def update(self, batch: DataProto) -> None:
-        """Hears of a training step, by its batch, or as `update(self, indices, metrics)`; does nothing here.
+        """Is called with the batch of each training step; a subclass may take `(indices, metrics)` instead.
 
-        What a curriculum learnt belongs into its `state_dict`. extras/curriculum/curriculum.py has two.
+        A curriculum's `state_dict` must hold what it has learnt. extras/curriculum/curriculum.py has two examples.
         """
 
 
 class PlainSampler(AbstractSampler):
-    """A sampler of PyTorch's, which knows neither epochs nor steps. Resumed, it has to yield the same order again."""
+    """Wraps a PyTorch sampler, which knows neither epochs nor steps. To resume, it must yield the same order again."""
 
     def __init__(self, data_source: Sized, data_config: DataConfig, sampler: Sampler[int]) -> None:
         super().__init__(data_source, data_config)
@@ -94,8 +94,8 @@ class PlainSampler(AbstractSampler):
         return len(self.sampler)
 
 
-def hears_metrics(sampler: AbstractSampler) -> bool:
-    """Says whether a sampler's `update` is that of (indices, metrics), not that of (batch)."""
+def takes_metrics(sampler: AbstractSampler) -> bool:
+    """Says whether a sampler's `update` takes (indices, metrics) instead of (batch)."""
     signature, required = inspect.signature(sampler.update), required_arguments(sampler.update)
     if "metrics" in signature.parameters or len(required) == 2:
         return True
@@ -124,10 +124,10 @@ class RandomSampler(SequentialSampler):
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> AbstractSampler:
-    """Makes the sampler that data.sampler names, or one of an extra that is asked for, or a random or sequential one.
+    """Makes the sampler that data.sampler names, or an extra's if its setting is on, or a random or sequential one.
 
     Args:
-        seed: trainer.seed; data.seed, where set, comes first.
+        seed: trainer.seed, used unless data.seed is set.
     """
     chosen, seed = data_config.sampler, seed if data_config.seed is None else data_config.seed
     if chosen.class_path is not None:
@@ -138,7 +138,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
         sampler = bind(sampler_class, arguments, chosen.kwargs, f"{key}={chosen.class_name}")()
         if not isinstance(sampler, AbstractSampler):
             return PlainSampler(dataset, data_config, sampler)
-        if hears_metrics(sampler):  # or raises
+        if takes_metrics(sampler):  # or raises
             check_present("optional", "positions_and_metrics")
         return sampler
     for sampler_class in asked_for("sampler", data_config):
@@ -149,11 +149,11 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
 
 
 class PromptLoader:
-    """Gives batches of prompts, endlessly by `next_batch()`, or one epoch by iteration.
+    """Returns batches of prompts, endlessly by `next_batch()`, or one epoch by iteration.
 
-    `epoch` is that of the last batch, `index` the number of its rows handed out. `make_row` completes what the dataset
-    returns for a position, which is the column dataset_position. Positions `left_out` are passed over. `length_key` is
-    the setting that drops long rows.
+    `epoch` is the epoch of the last batch, `index` the number of its rows returned so far. `make_row` completes a row
+    of the dataset, given its position, which the column dataset_position holds. Positions in `left_out` are skipped.
+    `length_key` names, for messages, the setting that drops long rows.
 
     Raises:
         ValueError: an epoch has no full batch and `drop_last` drops the rest.
@@ -175,7 +175,7 @@ class PromptLoader:
         self.epoch = self.index = 0
         self.num_rows = len(dataset)  # as the epoch began
         if len(self) == 0:
-            raise self._no_batch()
+            raise self._no_batch_error()
         self._rest = self._positions(self.num_rows)
 
     def __len__(self) -> int:
@@ -184,21 +184,21 @@ class PromptLoader:
         return full + (rest > 0 and not self.drop_last)
 
     def next_batch(self) -> dict[str, torch.Tensor | np.ndarray]:
-        """Returns the next batch, of the next epoch where this one has no more."""
+        """Returns the next batch; at the end of an epoch, the first of the next."""
         positions = self._take(self._rest)
         if not positions:
             self.epoch, self.index, self.num_rows = self.epoch + 1, 0, len(self.dataset)
             self._rest = self._positions(self.num_rows)
             positions = self._take(self._rest)
         if not positions:
-            raise self._no_batch()
+            raise self._no_batch_error()
         self.index += len(positions)
         return self.batch_of(positions)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor | np.ndarray]]:
-        """Yields one whole epoch from its start; the place of `next_batch` stays, unless the sampler is Stateful."""
-        rows = self._positions(len(self.dataset))
-        while positions := self._take(rows):
+        """Yields one epoch from its start; `next_batch` continues where it was, unless the sampler is Stateful."""
+        epoch = self._positions(len(self.dataset))
+        while positions := self._take(epoch):
             yield self.batch_of(positions)
 
     def row(self, position: int) -> Row:
@@ -245,18 +245,18 @@ class PromptLoader:
         """Returns the rows at these positions as a batch."""
         return collate_fn([{**self.row(position), "dataset_position": position} for position in positions])
 
-    def _no_batch(self) -> ConfigError:
+    def _no_batch_error(self) -> ConfigError:
         rows = epoch_rows(self.dataset, self.sampler, self.left_out)
-        return no_batch(self.batch_size, rows, self.length_key)
+        return no_batch_error(self.batch_size, rows, self.length_key)
 
 
 def epoch_rows(dataset: Sized, sampler: AbstractSampler, left_out: Collection[int]) -> int:
-    """Counts the rows of an epoch; a bound, if the sampler does not give every row once."""
+    """Counts the rows of an epoch; an upper bound if the sampler does not yield every row once."""
     return len(sampler) - (len(left_out) if len(sampler) == len(dataset) else 0)
 
 
 def fitting_batch_size(settings: DataConfig, rows: int) -> int:
-    """Chooses the rows of a batch: data.train_batch_size; of its default no more than an epoch's `rows`."""
+    """Returns data.train_batch_size; if that is the default, at most the `rows` of an epoch."""
     size = settings.train_batch_size
     if not 0 < rows < size == type(settings).train_batch_size:
         return size
@@ -272,7 +272,7 @@ def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto |
     each (extras/curriculum/curriculum.py). A dataset that has `on_batch_end` is called as `on_batch_end(batch)`.
     """
     rows = with_left_out(batch, left_out)
-    if hears_metrics(loader.sampler):
+    if takes_metrics(loader.sampler):
         loader.sampler.update(*find("optional", "positions_and_metrics")(rows))
     else:
         loader.sampler.update(rows)

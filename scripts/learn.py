@@ -39,7 +39,7 @@ from configs.schema import Config, EnvConfig
 from configs.settings import with_settings
 from custom.tiny_model import save_tiny_model
 from data.files import sole_run
-from extras.gym.space_text import fractions_of
+from extras.gym.space_text import SpaceText
 from extras.imitate.__main__ import write_demonstrations
 from extras.imitate.demonstrations import PLAYERS
 from extras.imitate.look import Look, environment_of, look
@@ -207,7 +207,7 @@ def for_random_weights(config: Config) -> dict[str, str]:
     if "observation_style" in config.env.kwargs or "writes_out" not in dir(environment) or not environment.repeatable:
         return {"instruction": ""}
     space = environment.world_of(0).env.observation_space
-    has_bars = environment.writes_out and 0 < len(fractions_of(space, space.sample())) <= MOST_BARS
+    has_bars = environment.writes_out and 0 < len(SpaceText(space).fractions(space.sample())) <= MOST_BARS
     return {"instruction": ""} | ({"observation_style": "bars"} if has_bars else {})
 
 

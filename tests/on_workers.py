@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.errors import MayPass
-from training.model_shards import once
+from training.model_shards import distinct_tensors
 from workers.collectives import gather, rank
 from workers.deadlines import beat
 from workers.model_worker import ModelWorker
@@ -84,7 +84,7 @@ class Inspector:
         self.worker = worker
 
     def weight_sum(self) -> float:
-        return weight_sum(once(self.worker.policy.module), self.worker.policy.parallel.full)
+        return weight_sum(distinct_tensors(self.worker.policy.module), self.worker.policy.parallel.full)
 
 
 def weight_sum(weights: dict[str, Tensor], full: Callable[[Tensor], Tensor] = lambda weight: weight) -> float:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from configs.extras import is_here
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
-from tests.forked import python
+from tests.forked import Run, python
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm")
 needs_algorithms = pytest.mark.skipif(not is_here("extras.algorithms"), reason="extras/algorithms was removed")
@@ -61,6 +61,18 @@ def whole_and_resumed(model: Path, folder: Path, *more: str) -> list[dict[int, d
     for name, own in {"whole": (), "resumed": start}.items():
         main.run(compose(*short_run(model, folder / name, "trainer.save_freq=2", *more, *own)))
     return [learning_metrics(folder / name) for name in ("whole", "resumed")]
+
+
+def assert_two_at_once_do_not_meet(folder: Path, settings: Callable[[Path, int], list[str]]) -> None:
+    """Two runs at once, of two seeds, learn what they learn alone: one of them does after both."""
+    import main
+
+    runs = [Run("main.py", "--config-name", "frozenlake", *settings(folder / f"pair{seed}", seed)) for seed in (1, 2)]
+    for done in [run.wait() for run in runs]:
+        assert done.returncode == 0, done.stderr
+    main.run(compose(*settings(folder / "alone1", 1)))
+    alone, pair, other = (learning_metrics(folder / name) for name in ("alone1", "pair1", "pair2"))
+    assert alone == pair != other and pair.keys() == other.keys()
 
 
 def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:

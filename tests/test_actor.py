@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.extras import present
-from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, OptimConfig, PolicyLossConfig
+from configs.schema import AGGREGATION_MODES, ActorConfig, OptimConfig, PolicyLossConfig
 from data.protocol import DataProto
 from data.seeding import seed_everything
 from main import run
@@ -37,16 +37,10 @@ from training.mini_batches import PolicyUpdates, learning_rows
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
-from workers.models import load_causal_lm
 
 ALL_TERMS = ActorConfig(
     entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, optim=OptimConfig(lr=1e-3, clip_grad=1e9)
 )
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model: Path) -> PreTrainedModel:
-    return load_causal_lm(ModelConfig(path=str(tiny_model)))
 
 
 def make_actor(

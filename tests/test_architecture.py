@@ -99,7 +99,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # by fence: the place, and the reason; on
         "custom/env_wrapper.py": "gymnasium tells nobody else where the cliff of CliffWalking is",
         "data/concurrency.py": "asyncio's connection, in a layer below",
     },
-    "introspection": dict.fromkeys(PRIVATE_NAMES, "what another version lacks"),
+    "introspection": {"extras/sharding/private_names.py": "what torch 2.11 lacks"},
     "environment": {
         "configs/process.py": "sets what torch reads when it is loaded, and Hydra's switch, and keys to servers",
         "extras/verl/__main__.py": "a script for verl reads the variables of whoever starts it, and sets others",

@@ -45,7 +45,7 @@ def test_without_a_rule_the_headline_is_the_return_and_there_is_no_success_rate(
     dataset, manager = CustomEnvDataset(environment, TOKENIZER, config.data, size=4), CustomRewardManager(environment)
     game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, Scripted(config, TOKENIZER, lambda text, times: balance(text)), game)
-    metrics, _ = trainer_on(config, TOKENIZER, playing, manager, game=game).measure()
+    metrics, _ = trainer_on(config, TOKENIZER, playing, manager, env_setup=game).measure()
     assert metrics[f"val-core/{NAME}/return/mean@1"] == mean(map(return_of, SEEDS))
     assert [name for name in metrics if name.startswith("val-core/")] == [f"val-core/{NAME}/return/mean@1"]
     assert not [name for name in metrics if "/acc/" in name]

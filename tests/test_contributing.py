@@ -98,17 +98,9 @@ MISTAKES = {
     "a recipe for one section": (
         "A recipe", "# @package _global_\n", "", "'# @package _global_' must be its first line",
     ),
-    "two engines in one file": (
-        "An engine", "class PlainRollout(Rollout):", "class Other(Rollout):\n    generate = None\n\n\n"
-        "class PlainRollout(Rollout):", "actor_rollout_ref.rollout.name=my_engine.py", "exactly one subclass",
-        "['Other', 'PlainRollout']",
-    ),
     "a class that is no engine": (
         "An engine", "class PlainRollout(Rollout):", "class PlainRollout:",
         "my_engine.py", "exactly one subclass of workers.rollout.Rollout, it defines []",
-    ),
-    "an engine that is not there": (
-        "An engine", "rollout.name=my_engine.py", "rollout.name=my_engin.py", "my_engin.py: there is no file",
     ),
     "an id that nobody registers": (
         "An environment", 'gym.register("Lamps-v0", Lamps)\n', "",
@@ -117,9 +109,6 @@ MISTAKES = {
     "an id without its module": (
         "An environment", "env.id=my_lamps:Lamps-v0", "env.id=Lamps-v0",
         "Name what registers it, as in env.id=my_module:MyGame-v0",
-    ),
-    "a module that is not there": (
-        "An environment", "env.id=my_lamps:Lamps-v0", "env.id=my_lamp:Lamps-v0", "my_lamp: neither a file in",
     ),
     "a misspelt entry": (
         "An environment", '"observation_to_text"', '"observation_to_txt"',

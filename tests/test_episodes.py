@@ -78,7 +78,7 @@ def test_an_estimator_of_the_users_sees_each_episode_as_one_row(monkeypatch):
 def test_rows_of_an_episode_need_not_be_neighbours():
     batch = episode_batch([[[Turn(1), Turn(1)], [Turn(1)]]], "turns").select_idxs([0, 2, 1])
     episodes = EpisodeRows(batch)
-    assert episodes.of_row.tolist() == [0, 1, 0] and episodes.last_row.tolist() == [2, 1]
+    assert episodes.episode_of_row.tolist() == [0, 1, 0] and episodes.last_row.tolist() == [2, 1]
     assert episodes.join().batch["responses"].tolist() == [[10, 11], [10, 0]]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import ModelConfig, RolloutConfig
 from data.padding import collate
@@ -124,11 +124,6 @@ FAMILIES = {
     "Jamba": family("jamba", PADDED, OWN, **MAMBA, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
     "Mamba": family("mamba", EAGER, WHOLE, state_size=8),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def eager_model(name: str) -> PreTrainedModel:

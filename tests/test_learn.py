@@ -16,6 +16,7 @@ from scripts import games, learn
 from tests.runs import ROOT
 
 NIM = f"{ROOT}/examples/games/nim.py:Nim-v0"
+ONE_ROUND = "--minutes", "0.001"
 BLIND = """
 import gymnasium as gym
 
@@ -96,7 +97,7 @@ def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, caps
     again, unchanged = course(NIM)
     assert (again, unchanged) == (summary, stages)
     assert capsys.readouterr().out.count("done before") == len(stages)
-    _, other = course(NIM, "--seed", "1")
+    _, other = course(NIM, "--seed", "1", *ONE_ROUND)
     assert other["imitation 1"]["result"] != stages["imitation 1"]["result"]  # nothing goes on from another seed's
 
 
@@ -135,7 +136,7 @@ def test_mastery_and_shares_by_hand():
 
 def test_a_user_who_sets_how_moves_are_judged_is_not_overruled(course):
     settings = ("env.kwargs.reward=playouts", "env.kwargs.horizon=2", "env.kwargs.playouts=3")
-    summary, stages = course(NIM, *settings)
+    summary, stages = course(NIM, *settings, *ONE_ROUND)
     assert summary["labels"] == settings[0] and settings[1] in stages["demonstrations 1"]["command"]
 
 

@@ -13,13 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.extras import present
-from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, PolicyLossConfig
+from configs.schema import AGGREGATION_MODES, ActorConfig, PolicyLossConfig
 from tests.batches import CUTS, close, ragged_batch, relative_distance, update_of
 from training.core_algos import compute_policy_loss_reinforce, get_policy_loss_fn
 from training.losses import ReadableNamespace, call_policy_loss, is_number
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.models import load_causal_lm
 
 NAN = math.nan
 SEEDS = range(8)
@@ -294,11 +293,6 @@ def test_a_loss_is_given_what_it_takes_in_every_form():
 
 
 # The actor
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model):
-    return load_causal_lm(ModelConfig(path=str(tiny_model)))
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)

@@ -24,9 +24,9 @@ from configs.errors import ConfigError, MayPass
 from configs.schema import Config
 from data.seeding import derive_seed, forked_rng
 from main import run
-from tests.forked import Run, python_command
+from tests.forked import python_command
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
-from tests.runs import compose, learning_metrics, short_run
+from tests.runs import assert_two_at_once_do_not_meet, compose, learning_metrics, short_run
 from training.model_shards import Shards
 from workers import ray_group, resources
 from workers.collectives import connect, open_store
@@ -156,7 +156,7 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
     assert "critic/vf_loss" in local[3], "the estimator asks for values, so there is a critic"
     for role in ("actor", "critic"):
         one, other = (
-            Shards(tmp_path / executor / "global_step_3" / role / "model").whole() for executor in ("local", "ray")
+            Shards(tmp_path / executor / "global_step_3" / role / "model").read_all() for executor in ("local", "ray")
         )
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -166,17 +166,11 @@ def test_two_runs_at_once_do_not_meet(tiny_model: Path, tmp_path: Path, monkeypa
     """Each run has a Ray, two workers, a store and gloo of its own, and learns what it learns alone."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"py_executable": python_command()}}))
 
-    def settings(name: str, seed: int) -> list[str]:
-        replicas = ["trainer.n_workers_per_node=2", "actor_rollout_ref.actor.strategy=replicas"]
-        short = ["trainer.n_threads=1", "trainer.total_training_steps=2", "env.val_episodes=0"]
-        return short_run(tiny_model, tmp_path / name, *replicas, f"trainer.seed={seed}", *short)
-
-    one, other = (Run("main.py", "--config-name", "frozenlake", *settings(f"pair{seed}", seed)) for seed in (1, 2))
-    for done in (one.wait(), other.wait()):
-        assert done.returncode == 0, done.stderr
-    run(compose(*settings("alone1", 1)))
-    found = {name: learning_metrics(tmp_path / name) for name in ("alone1", "pair1", "pair2")}
-    assert found["alone1"] == found["pair1"] != found["pair2"] and found["pair1"].keys() == found["pair2"].keys()
+    short = ["trainer.n_workers_per_node=2", "actor_rollout_ref.actor.strategy=replicas", "trainer.n_threads=1"]
+    short += ["trainer.total_training_steps=2", "env.val_episodes=0"]
+    assert_two_at_once_do_not_meet(
+        tmp_path, lambda folder, seed: short_run(tiny_model, folder, *short, f"trainer.seed={seed}")
+    )
 
 
 @pytest.mark.slow
@@ -205,7 +199,7 @@ def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, rewa
     group = RayWorkerGroup(Resources.from_config(two.trainer), InspectedWorker, two, 5, ["actor"])
     try:
         group.submit("actor", "load", [(saved / "actor",)] * 2).result()
-        saved_sum = weight_sum(Shards(saved / "actor/model").whole())
+        saved_sum = weight_sum(Shards(saved / "actor/model").read_all())
         assert group.submit("inspector", "weight_sum", [()] * 2).result() == [saved_sum] * 2
     finally:
         group.close()
@@ -243,7 +237,7 @@ def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(cluster
     made = RayWorkerGroup(Resources(workers, threads=1, gpus=0), EchoWorker)
     capfd.readouterr()
     try:
-        pid = made.places[-1][0]
+        pid = made.processes[-1][0]
         os.kill(pid, signal.SIGSTOP)
         Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
         made.submit("echo", "hear", [("a",)] * workers).result()
@@ -260,31 +254,20 @@ def test_a_worker_that_is_stopped_is_named_and_a_slow_verb_has_more_time(cluster
 
 @pytest.mark.slow
 def test_a_worker_that_gets_no_further_ends_the_run_and_one_that_is_slow_does_not(cluster: None, monkeypatch):
-    """A sleeping worker's stack names the line; a stopped one is named as such, while the other has answered."""
-    monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
-    made = RayWorkerGroup(Resources(2, threads=1, gpus=0), EchoWorker, stall_timeout=6.0)
-    try:
-        slow = made.submit("echo", "sleep_in_pieces", [(9.0, 9), (0.0, 1)])
-        assert slow.result() == ["done"] * 2
-        limit = "echo.sleep gets no further for trainer.stall_timeout=6 s, by rank 0"
-        stuck = rf"(?s){limit} \(pid \d+, sleeping; without progress .*time\.sleep\(seconds\)"
-        with pytest.raises(WorkerError, match=stuck) as failure:
-            made.submit("echo", "sleep", [(30.0,), (0.0,)]).result()
-        assert isinstance(failure.value, MayPass) and "in sleep\n" in str(failure.value), "which may be started again"
-        os.kill(pid := made.places[1][0], signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=rf"echo.hear .* rank 1 \(pid {pid}, stopped; says nothing for \d+ s"):
-            made.submit("echo", "hear", [("a",)] * 2).result()
-    finally:
-        made.close()
-
-
-@pytest.mark.slow
-def test_of_two_groups_that_wait_for_each_other_the_silent_end_is_named_first(cluster: None, monkeypatch):
+    """A sleeping worker's stack names the line; of two groups that wait for each other, the stopped one is named first,
+    and as such."""
     monkeypatch.setattr("workers.deadlines.UNSURE_SECONDS", 3.0)
     ends = [RayWorkerGroup(Resources(1, threads=1, gpus=0), EchoWorker, stall_timeout=6.0) for _ in range(2)]
     try:
-        os.kill(pid := ends[1].places[0][0], signal.SIGSTOP)
-        waits, silent = ends[0].submit("echo", "sleep", [(30.0,)]), ends[1].submit("echo", "draw", [()])
+        assert ends[0].submit("echo", "sleep_in_pieces", [(8.0, 8)]).result() == ["done"]
+        limit = "echo.sleep gets no further for trainer.stall_timeout=6 s, by rank 0"
+        stuck = rf"(?s){limit} \(pid \d+, sleeping; without progress .*time\.sleep\(seconds\)"
+        waits = ends[0].submit("echo", "sleep", [(30.0,)])
+        with pytest.raises(WorkerError, match=stuck) as failure:
+            waits.result()
+        assert isinstance(failure.value, MayPass) and "in sleep\n" in str(failure.value), "which may be started again"
+        os.kill(pid := ends[1].processes[0][0], signal.SIGSTOP)
+        silent = ends[1].submit("echo", "draw", [()])
         words = rf"by rank 0 in echo.draw \(pid {pid}, stopped; .*\), rank 0 in echo.sleep \(.* without progress"
         with pytest.raises(WorkerError, match=words):
             RayPending(waits.calls + silent.calls, waits.wait.beside(silent.wait)).result()
@@ -314,7 +297,7 @@ def test_what_others_wait_for_may_be_slow_but_not_silent():
         wait.check()
     wait.late = [0, 2]
     assert "is here" not in str(wait), "the first may wait for the silent one"
-    wait.places = wait.places[:2]
+    wait.processes = wait.processes[:2]
     assert "rank 2 (has not started yet" in str(wait), "a process that still imports is no machine that is gone"
 
 
@@ -461,6 +444,19 @@ def test_a_run_that_was_started_again_waits_for_a_machine(monkeypatch: pytest.Mo
     assert reserve(Resources(3, threads=1, gpus=0, nodes=3)) is placement
     assert "workers of 3 machines run on 2: no more have joined Ray" in capsys.readouterr().err
     assert re.search(line + r"2 machines × \(✗ 2 CPU, 0 GPU\).*: not there, or not free, for 60 s", told)
+
+
+def test_a_folder_that_one_machine_alone_sees_is_refused_by_its_address(tmp_path: Path, monkeypatch):
+    hosts = [{"NodeID": f"id{number}", "NodeManagerAddress": f"10.0.0.{number}"} for number in (1, 2)]
+    bundles = {"bundles_to_node_id": {0: "id1", 1: "id2"}}
+    monkeypatch.setattr(ray, "nodes", lambda: hosts)
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda placement: bundles)
+    monkeypatch.setattr(ray, "remote", lambda **_: mock.Mock())
+    monkeypatch.setattr(ray_group, "bundle_of", mock.Mock())
+    RayWorkerGroup._check_is_shared(mock.Mock(_wait=lambda *_: [True, True]), tmp_path, "a placement")
+    with pytest.raises(ConfigError, match=rf"default_local_dir: \['10.0.0.2'\] do not see {tmp_path}: name a shared"):
+        RayWorkerGroup._check_is_shared(mock.Mock(_wait=lambda *_: [True, False]), tmp_path, "a placement")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

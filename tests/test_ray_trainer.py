@@ -25,7 +25,7 @@ from tests.runs import compose, learning_metrics, short_run, tree_of, whole_and_
 from training.core_algos import register_adv_est
 from training.mini_batches import Update, first_policy_step
 from training.ray_trainer import RayPPOTrainer
-from training.roles import OF_POLICY, ROLES, columns_read
+from training.roles import POLICY_COLUMNS, ROLES, columns_read
 from workers.group import Role
 
 TOKENIZER = build_tokenizer()
@@ -288,7 +288,7 @@ GRPO = ["actor_rollout_ref.actor.use_kl_loss=false"]
 )
 def test_the_log_prob_pass_is_made_where_something_reads_it_and_for_that_alone(overrides, columns):
     config = compose("data.train_batch_size=4", "algorithm.adv_estimator=grpo", *overrides, name="ppo_trainer")
-    assert sorted(columns_read(config, first_policy_step(config) <= 1).intersection(OF_POLICY)) == columns
+    assert sorted(columns_read(config, first_policy_step(config) <= 1).intersection(POLICY_COLUMNS)) == columns
 
 
 REAL = ("data.max_response_length=4", "actor_rollout_ref.rollout.temperature=0.7", "trainer.total_training_steps=2")

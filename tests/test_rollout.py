@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,11 +39,6 @@ GREEDY = SamplingParams(False, 1.0, -1, 1.0, R)
 
 def sampling(max_tokens: int = R, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> SamplingParams:
     return SamplingParams(True, temperature, top_k, top_p, max_tokens)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def make_rollout(

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config, RolloutConfig
 from data.protocol import DataProto, object_array
@@ -28,11 +27,6 @@ from workers.rollout import Rollout
 
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 5)
 PROMPTS = [[9], [5, 0, 6], [7, 8], [9], [11, 12]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def made(engine_class: type[Rollout], tokenizer: PreTrainedTokenizerBase) -> Rollout:
@@ -102,7 +96,7 @@ def test_an_engine_that_draws_from_the_global_generators_draws_otherwise_on_each
             torch.rand(1)
 
     of_weights = {"weights": list, "parallel": Replicas(), "adapter": NoAdapter()}
-    policy = SimpleNamespace(module=torch.nn.Linear(1, 1), at_work=nullcontext, autocast=nullcontext, **of_weights)
+    policy = SimpleNamespace(module=torch.nn.Linear(1, 1), on_device=nullcontext, autocast=nullcontext, **of_weights)
     engine, prompts = made(Drawing, tokenizer), {"raw_prompt_ids": [[9]] * 4}
     worker = ColocatedRollout(Config(), tokenizer, engine, policy)
     role = RolloutRole(Mock(size=2), ROLES["rollout"])

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import main
-from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
+from configs.schema import ActorConfig, PolicyLossConfig
 from data.protocol import DataProto
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, update_of
 from tests.runs import compose, learning_metrics, short_run
@@ -18,7 +17,6 @@ from training.mini_batches import PolicyUpdates
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.micro_batches import PooledMetrics
-from workers.models import load_causal_lm
 
 K3_KL = "rollout_mismatch/k3_kl"
 
@@ -50,11 +48,6 @@ def test_a_mean_of_a_micro_batch_without_tokens_does_not_count():
     metrics.add_mean("mean", 2.5, 2)
     metrics.add_mean("mean", math.nan, 0)
     assert metrics.reduce() == {"mean": 2.5}
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model) -> PreTrainedModel:
-    return load_causal_lm(ModelConfig(path=str(tiny_model)))
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "clip_cov"])

@@ -93,9 +93,9 @@ with sole_run({str(tmp_path)!r}):
 
 def test_who_looks_whether_a_run_goes_on_keeps_no_run_from_its_start(tmp_path):
     with sole_run(tmp_path), (tmp_path / "run.lock").open("rb") as file:
-        assert not lock(file, looks=True)
+        assert not lock(file, shared=True)
     with (tmp_path / "run.lock").open("rb") as one, (tmp_path / "run.lock").open("rb") as other:
-        assert lock(one, looks=True) and lock(other, looks=True), "nor does it take another that looks for the run"
+        assert lock(one, shared=True) and lock(other, shared=True), "nor does it take another that looks for the run"
         Timer(0.1, fcntl.flock, (one, fcntl.LOCK_UN)).start()
         Timer(0.1, fcntl.flock, (other, fcntl.LOCK_UN)).start()
         with sole_run(tmp_path):

@@ -17,7 +17,7 @@ from data.sampler import (
     RandomSampler,
     SequentialSampler,
     create_rl_sampler,
-    hears_metrics,
+    takes_metrics,
 )
 
 CONFIG = DataConfig()
@@ -141,9 +141,9 @@ def test_a_sampler_that_yields_less_than_it_says_is_an_error_and_not_an_endless_
 
 def test_a_checkpoint_of_another_kind_of_dataset_is_refused():
     plain, growing = (PromptLoader(rows, 2, make_sampler(rows)) for rows in (Numbers(5), Levels([0] * 5)))
-    with pytest.raises(ValueError, match="holds no state of the dataset, which does not go with Levels"):
+    with pytest.raises(ValueError, match="holds no state of the dataset, but Levels has one"):
         growing.load_state_dict(plain.state_dict())
-    with pytest.raises(ValueError, match="holds a state of the dataset, which does not go with Numbers"):
+    with pytest.raises(ValueError, match="holds a state of the dataset, but Numbers has none"):
         plain.load_state_dict(growing.state_dict())
 
 
@@ -229,7 +229,7 @@ class Told(AbstractSampler):
 def heard(loader, batch, reward):
     """Tells the sampler and the dataset that the step behind `batch` is over."""
     places = batch["dataset_position"].astype(np.int64)
-    if hears_metrics(loader.sampler):
+    if takes_metrics(loader.sampler):
         loader.sampler.update(places, {"reward": np.array([reward(place) for place in places])})
     else:
         loader.sampler.update(DataProto.from_single_dict(batch))

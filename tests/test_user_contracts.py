@@ -151,8 +151,7 @@ def compute_reward(data):
 """
 
 
-@pytest.mark.parametrize("key", ["prompt", "raw_prompt"])
-@pytest.mark.parametrize("estimator", ["grpo", "gpg"])
+@pytest.mark.parametrize(("key", "estimator"), [("prompt", "grpo"), ("raw_prompt", "gpg")])
 def test_a_dataset_in_verls_form(desk: Desk, key, estimator):
     """config.get, kwargs, keys of its own, rows with no more than a prompt, tensors, and names that are taken."""
     file = desk.write("my_data.py", DATASET.replace("{key}", key))

@@ -91,7 +91,7 @@ def on_episodes(
     manager = manager_class(environment)
     game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, engines.Scripted(config, TOKENIZER, answer), game)
-    return trainer_on(config, TOKENIZER, playing, manager, game=game)
+    return trainer_on(config, TOKENIZER, playing, manager, env_setup=game)
 
 
 def test_several_answers_a_row_are_compared_within_the_row_and_averaged_within_the_source(tmp_path):

@@ -19,8 +19,7 @@ from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from tests.engines import probe_distance
-from tests.forked import Run
-from tests.runs import compose, learning_metrics, needs_vllm, short_run
+from tests.runs import assert_two_at_once_do_not_meet, compose, learning_metrics, needs_vllm, short_run
 from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
 from workers.model_worker import ColocatedRollout
@@ -240,7 +239,7 @@ def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
 def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_headed_model: Path, monkeypatch):
     """The frozen model is sent once, the adapter at every sync."""
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model), lora_rank=4, lora_alpha=3))
-    weights = [weight for name, weight in model.named_parameters() if model.adapter.is_own(name)]
+    weights = [weight for name, weight in model.named_parameters() if model.adapter.is_adapter_weight(name)]
     policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
     engine = engine_of(model, load_lora="adapter")
     rollout = ColocatedRollout(compose(), Mock(), engine, policy)
@@ -253,7 +252,8 @@ def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_hea
                 weight.add_(std * torch.randn_like(weight))
         rollout.update_weights(version)
         assert probe_distance(engine, policy) < 1e-5 and rollout.sync.is_comparable
-    load_adapter, old = engine.load_adapter, {name: weight.clone() for name, weight in model.adapter.own_weights(model)}
+    load_adapter = engine.load_adapter
+    old = {name: weight.clone() for name, weight in model.adapter.adapter_weights(model)}
     kept = next(name for name in old if "1.mlp.down_proj.lora_B" in name)
 
     def withhold(new: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -348,15 +348,9 @@ def test_tokens_that_follow_tools_are_sampled_by_the_probabilities_that_are_trai
 @needs_vllm
 @pytest.mark.slow
 def test_two_runs_with_vllm_at_once_do_not_meet(wide_headed_model: Path, tmp_path: Path):
-    def settings(name: str, seed: int) -> list[str]:
-        return vllm_run(wide_headed_model, tmp_path / name, f"trainer.seed={seed}")
-
-    one, other = (Run("main.py", "--config-name", "frozenlake", *settings(f"pair{seed}", seed)) for seed in (1, 2))
-    for done in (one.wait(), other.wait()):
-        assert done.returncode == 0, done.stderr
-    main.run(compose(*settings("alone1", 1)))
-    found = {name: learning_metrics(tmp_path / name) for name in ("alone1", "pair1", "pair2")}
-    assert found["alone1"] == found["pair1"] != found["pair2"] and found["pair1"].keys() == found["pair2"].keys()
+    assert_two_at_once_do_not_meet(
+        tmp_path, lambda folder, seed: vllm_run(wide_headed_model, folder, f"trainer.seed={seed}")
+    )
 
 
 @needs_vllm

@@ -31,15 +31,15 @@ Labels = Sequence[Hashable] | np.ndarray | Tensor  # [B], the prompt of each row
 ADV_ESTIMATOR_REGISTRY = REGISTRIES["estimator"]  # of `AdvEstimatorFn`
 ESTIMATORS: dict[str, AdvEstimatorFn] = {}  # of this file; configs/extras.py names them
 
-# Estimators that cannot be given a KL penalty or one of length in the reward, and the reason.
+# Estimators that take neither a KL nor a length penalty in the reward, and the reason.
 TAKES_NO_PENALTY: dict[str, str] = {}
 
 
 def register_adv_est(name_or_enum: str | Enum, *, registry: MutableMapping = ADV_ESTIMATOR_REGISTRY) -> Callable:
-    """Adds an advantage estimator, or replaces one of the same module, which is then being run again.
+    """Registers an advantage estimator; a module that is run again replaces its own.
 
     Raises:
-        ValueError: another module's has the name.
+        ValueError: another module has registered the name.
         TypeError: there is no name.
     """
     name = key_of(name_or_enum, "register_adv_est")
@@ -61,9 +61,9 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvEstimatorFn:
     return ADV_ESTIMATOR_REGISTRY[name]
 
 
-def alike(first: Tensor, second: Tensor) -> Tensor:
-    """Says where two scores are equal but for rounding: float32 sums of the same rewards, paid in other parts, differ
-    in the last bits."""
+def is_close(first: Tensor, second: Tensor) -> Tensor:
+    """Says where two scores are equal up to rounding: float32 sums of the same rewards, split otherwise, differ in the
+    last bits."""
     return (first - second).abs() <= 1e-6 * torch.maximum(first.abs(), second.abs()).clamp(min=1)
 
 
@@ -71,9 +71,9 @@ class Groups:
     """Statistics over the samples of each prompt; every method maps one number per row [B] to one per row [B].
 
     `reduce` and `mean` also take [B, K], each column alone. `index` [B] names each row's group by any hashable.
-    Failed rows leave the statistics (in verl they count like any sample). The mean of a row whose whole group else
-    failed is its own value, so that it teaches nothing; a group that was never more than one sample has mean 0 and std
-    1, so that its raw score stands.
+    Failed rows do not count (in verl they do). If only one row of a group did not fail, its mean is its own value, so
+    that its advantage is 0; a group that never had more than one sample has mean 0 and std 1, so that its advantage is
+    the raw score.
 
     Attributes:
         labels: the number of each row's group, [B]; count: how many of its rows did not fail, [B].
@@ -101,8 +101,8 @@ class Groups:
     def mean(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Returns the mean of the group, weighted by `weights` >= 0; the mean of equal values is exactly that value.
 
-        A value of weight 0 does not count, whatever it is; where fewer than two count, the mean is 0, or, for a row
-        whose group has failed but for it, its own value.
+        Values of weight 0 do not count. If fewer than two count, the mean is 0; for the only row of a group that did
+        not fail, it is that row's value.
         """
         weights = torch.ones_like(values) if weights is None else weights
         counts = weights > 0
@@ -120,24 +120,24 @@ class Groups:
         return torch.where(self.count > 1, (squares / (self.count - 1).clamp(min=1)).sqrt(), 1)
 
     def differ(self, values: Tensor) -> Tensor:
-        """Says of each row whether the values of its group are other than `alike`."""
-        return ~alike(self.reduce(values, "amax"), self.reduce(values, "amin"))
+        """Says for each row whether the values of its group differ by more than rounding (`is_close`)."""
+        return ~is_close(self.reduce(values, "amax"), self.reduce(values, "amin"))
 
-    def level(self, values: Tensor) -> Tensor:
-        """Returns the values; those `alike` to the group's largest or smallest are that one, so that ties are exact."""
+    def snap_ties(self, values: Tensor) -> Tensor:
+        """Sets values `is_close` to the group's largest or smallest to exactly that one, so that ties are exact."""
         largest, smallest = self.reduce(values, "amax"), self.reduce(values, "amin")
-        values = torch.where(alike(values, smallest), smallest, values)
-        return torch.where(alike(values, largest), largest, values)
+        values = torch.where(is_close(values, smallest), smallest, values)
+        return torch.where(is_close(values, largest), largest, values)
 
     def standardize(self, values: Tensor, epsilon: float, divide_by_std: bool) -> Tensor:
         """Returns the distance to the group's mean, over its std + `epsilon` if `divide_by_std`."""
-        values = self.level(values)
+        values = self.snap_ties(values)
         distance = values - self.mean(values)
         return distance / (self.std(values) + epsilon) if divide_by_std else distance
 
 
 def spread_over_tokens(per_row: Tensor, response_mask: Tensor) -> Tensor:
-    """Gives each valid token of a row the row's number, and every other position 0: [B] -> [B, R]."""
+    """Gives each valid token of a row the row's number, and all other positions 0: [B] -> [B, R]."""
     return zero_masked(per_row.unsqueeze(-1), response_mask)
 
 
@@ -158,8 +158,8 @@ def sum_to_go(values: Tensor, response_mask: Tensor, discount: float) -> Tensor:
 def whiten_advantages(advantages: Tensor, response_mask: Tensor) -> Tensor:
     """Returns `masked_whiten`, but 0 for fewer than two valid tokens, where verl raises.
 
-    Equal advantages come out as exactly 0, by counting from the largest: the mean rounds, and its error is divided by
-    the root of 1e-8.
+    The largest advantage is subtracted first, so that equal ones become exactly 0: else the rounding of their mean
+    would be divided by the root of 1e-8.
     """
     valid = response_mask.bool()
     if valid.sum() < 2:
@@ -168,17 +168,17 @@ def whiten_advantages(advantages: Tensor, response_mask: Tensor) -> Tensor:
 
 
 # Advantage estimators return (advantages, returns), both [B, R] float32 like `token_level_rewards`, without gradient.
-# Those of outcomes give each row one number.
+# Outcome estimators give all tokens of a row the same number.
 
 
 def outcome(of_rows: Callable[..., Tensor]) -> AdvEstimatorFn:
-    """Makes an estimator of f(scores [B], groups, response_mask, its settings …) -> [B], whose number each token of a
-    row gets."""
+    """Makes an estimator from f(scores [B], groups, response_mask, its settings …) -> [B]: each token of a row gets the
+    row's number."""
 
     @torch.no_grad()
     def estimate(token_level_rewards: Tensor, response_mask: Tensor, index: Labels, *args: Any, **kwargs: Any) -> Pair:
         groups = Groups(index, response_mask)
-        per_row = of_rows(groups.level(token_level_rewards.sum(-1)), groups, response_mask, *args, **kwargs)
+        per_row = of_rows(groups.snap_ties(token_level_rewards.sum(-1)), groups, response_mask, *args, **kwargs)
         advantages = spread_over_tokens(per_row, response_mask)
         return advantages, advantages
 
@@ -238,8 +238,8 @@ AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name 
 def compute_ppo_loss(
     old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, response_mask: Tensor, **settings: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss "vanilla" of tensors [B, R], and its metrics; `settings` are actor_rollout_ref.actor's, such as
-    clip_ratio=0.2 and loss_agg_mode="token-mean"."""
+    """Returns the loss "vanilla" of tensors [B, R], and its metrics; `settings` are actor_rollout_ref.actor's,
+    such as clip_ratio=0.2 and loss_agg_mode="token-mean"."""
     actor = ReadableNamespace(**vars(ActorConfig(**settings)), global_batch_info={})
     tensors = old_log_probs, log_probs, advantages, response_mask
     return get_policy_loss_fn("vanilla")(*tensors, actor.loss_agg_mode, actor)

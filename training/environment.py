@@ -207,10 +207,10 @@ def episode_seeds(config: EnvConfig) -> range:
     return range(config.val_seed, config.val_seed + config.val_episodes)
 
 
-def episode_prompts(game: EnvSetup, seeds: Iterable[int]) -> DataProto:
+def episode_prompts(env_setup: EnvSetup, seeds: Iterable[int]) -> DataProto:
     """Starts the episodes of these reset seeds, except those whose prompts are too long to be shown."""
-    states = [game.environment.start_state(seed) for seed in seeds]
-    shown = [(state, ids) for state in states if (ids := game.dataset.encode_state(state)) is not None]
+    states = [env_setup.environment.start_state(seed) for seed in seeds]
+    shown = [(state, ids) for state in states if (ids := env_setup.dataset.encode_state(state)) is not None]
     if not shown:
         raise ValueError(
             f"none of {len(states)} validation episodes can be shown: their prompts are longer than "
@@ -219,7 +219,7 @@ def episode_prompts(game: EnvSetup, seeds: Iterable[int]) -> DataProto:
     rows = {
         "raw_prompt_ids": [ids for _, ids in shown],
         "extra_info": [{"state": state} for state, _ in shown],
-        "data_source": [game.environment.env_id] * len(shown),
+        "data_source": [env_setup.environment.env_id] * len(shown),
         "uid": [str(state.seed) for state, _ in shown],
     }
     return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)

@@ -16,42 +16,42 @@ from data.protocol import DataProto
 from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from training.core_algos import Groups
 
-BROUGHT = "__reward_score__"  # column [B]: the score that a row brings from its agent loop; None: it is scored as any
-# What an estimator cannot be given of an episode of several rows: each of them has a prompt of its own.
-OF_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")
+LOOP_SCORE = "__reward_score__"  # column [B]: the score that the agent loop gave a row; None: the reward scores it
+# Columns that `join` leaves out: each row of an episode has a prompt of its own.
+PROMPT_COLUMNS = ("prompts", "input_ids", "attention_mask", "position_ids")
 
 logger = logging.getLogger(__name__)
 
 
 class EpisodeRows:
-    """Groups the rows of a batch by episode: by the column episode; without it, each row is one.
+    """Groups the rows of a batch by the column episode; without that column, each row is an episode.
 
-    Rows of an episode stand in the order of its turns, or a program's by their tokens, whatever stands between them.
+    Rows of an episode are in the order of its turns (a program's: of their tokens), perhaps with other rows between.
 
     Attributes:
         count: E; episodes are numbered in the order of their first rows.
-        of_row: [B] int64, the episode of each row.
-        last_row: [E] int64, the row in which each episode ended; an array, as a tensor of one row picks no row of an
-            array but its element.
+        episode_of_row: [B] int64, the episode of each row.
+        last_row: [E] int64, the row in which each episode ended; an array, as numpy takes a tensor of one element for
+            an integer.
     """
 
     def __init__(self, batch: DataProto) -> None:
         rows = range(len(batch))
         numbers: dict[Hashable, int] = {}
         names = batch.episode if "episode" in batch else rows
-        of_row = [numbers.setdefault(name, len(numbers)) for name in names]
-        last_row = dict(zip(of_row, rows, strict=True))  # of equal keys the last counts, at the place of the first
+        episode_of_row = [numbers.setdefault(name, len(numbers)) for name in names]
+        last_row = dict(zip(episode_of_row, rows, strict=True))  # a later row overwrites, and keeps the key's position
         self.batch = batch
         self.count = len(numbers)
-        self.of_row = torch.tensor(of_row, dtype=torch.int64)
+        self.episode_of_row = torch.tensor(episode_of_row, dtype=torch.int64)
         self.last_row = np.array([*last_row.values()], dtype=np.int64)
 
     def total(self, per_row: Tensor) -> Tensor:
         """Returns the sum over each episode's rows, [B] -> [E]."""
-        return per_row.new_zeros(self.count).index_add(0, self.of_row, per_row)
+        return per_row.new_zeros(self.count).index_add(0, self.episode_of_row, per_row)
 
     def is_complete(self) -> Tensor:
-        """Marks the episodes that did not fail, [E] bool, which have a token of the policy."""
+        """Marks the episodes that did not fail, [E] bool: those with a token of the policy."""
         return self.total(self.batch.batch["response_mask"].sum(1)) > 0
 
     def scores(self, column: str = "token_level_scores") -> Tensor:
@@ -61,14 +61,14 @@ class EpisodeRows:
     def join(self) -> DataProto:
         """Joins the responses of each episode end to end, [E, W], without the padding between them.
 
-        W is the longest episode's number of response tokens. Columns that are no [B, R] tensors, and not the prompts',
-        are those of the last row. Returns the batch itself if each episode is one row.
+        W is the number of response tokens of the longest episode. Other columns keep the last row's values; those of
+        the prompts are left out. Returns the batch itself if each episode is one row.
         """
         if self.count == len(self.batch):
             return self.batch
         last_rows = self.batch.select_idxs(self.last_row)
         shape = self.batch.batch["response_mask"].shape
-        of_episodes = {name: column for name, column in last_rows.tensors.items() if name not in OF_PROMPTS}
+        of_episodes = {name: column for name, column in last_rows.tensors.items() if name not in PROMPT_COLUMNS}
         per_token = [name for name, column in of_episodes.items() if column.shape[1:] == shape[1:]]
         real, positions, width = self._layout()
         for name in per_token:
@@ -88,33 +88,33 @@ class EpisodeRows:
         return column
 
     def _layout(self) -> tuple[Tensor, Tensor, int]:
-        """Returns the tokens that are no padding, [B, R] bool; the place of each of those N in E·W, [N]; W."""
+        """Returns a mask of the N tokens that are not padding, [B, R]; their positions in E·W, [N]; W."""
         width = self.batch.batch["response_mask"].shape[1]
         real = self.batch.batch["attention_mask"][:, -width:].bool()
         starts, ends = [], defaultdict(int)
-        for episode, length in zip(self.of_row.tolist(), real.sum(1).tolist(), strict=True):
+        for episode, length in zip(self.episode_of_row.tolist(), real.sum(1).tolist(), strict=True):
             starts.append(ends[episode])
             ends[episode] += length
         longest = max(1, *ends.values())
-        positions = (self.of_row * longest + torch.tensor(starts))[:, None] + real.cumsum(1) - 1
+        positions = (self.episode_of_row * longest + torch.tensor(starts))[:, None] + real.cumsum(1) - 1
         return real, positions[real], longest
 
 
 def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
-    """Returns ReMax's baselines, [B] float32: the score of the one episode that `greedy` has of a row's uid or, if it
-    failed, the mean of the prompt's samples that did not: a lone one then teaches nothing."""
+    """Returns ReMax's baselines, [B] float32: the score of the prompt's episode in `greedy`; if it failed, the mean of
+    the prompt's samples that did not fail (a single sample then has advantage 0)."""
     baselines, samples = EpisodeRows(greedy), EpisodeRows(batch)
     groups = Groups(batch.uid[samples.last_row], samples.is_complete()[:, None])
-    means = groups.reduce(samples.scores(), "mean")[samples.of_row].tolist()
+    means = groups.reduce(samples.scores(), "mean")[samples.episode_of_row].tolist()
     ends = zip(greedy.uid[baselines.last_row], baselines.scores().tolist(), baselines.is_complete(), strict=True)
     of_uid = {uid: score for uid, score, is_complete in ends if is_complete}
     return torch.tensor([of_uid.get(uid, mean) for uid, mean in zip(batch.uid, means, strict=True)])
 
 
 def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
-    """Adds to each row's extra_info, as in verl: num_turns (2 for each answer; an agent loop of the user's has
-    counted by itself), rollout_reward_scores ({}), of conversations tool_call_counts, tool_rewards (one a call) and
-    turn_scores (one for each time that the simulated user spoke), and what tools put into tool_extra_fields."""
+    """Returns each row's extra_info with, as in verl: num_turns (2 for each answer, or as a user's agent loop counted),
+    rollout_reward_scores ({}), of conversations tool_call_counts, tool_rewards (one a call) and turn_scores (one for
+    each turn of the simulated user), and what tools put into tool_extra_fields."""
     columns, absent = batch.non_tensor_batch, [None] * len(batch)
     facts = {name: columns[name] for name in ("tool_call_counts", "tool_rewards", "turn_scores") if name in columns}
     turns, loops = columns.get("__num_turns__", [1] * len(batch)), columns.get("__agent_metrics__", absent)
@@ -127,13 +127,12 @@ def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def check_failures(batch: DataProto, limit: float) -> None:
-    """Warns of episodes of `batch` that failed, or ends the run where they are more than `limit`
-    (env.max_failed_fraction).
+    """Warns of failed episodes, or ends the run if their share is above `limit` (env.max_failed_fraction).
 
-    Groups that failed whole are fine: nothing is learnt from them.
+    A group may fail as a whole: nothing is learnt from it.
 
     Raises:
-        RuntimeError: too many; says how many of each kind, and the most frequent cause with file and line.
+        RuntimeError: too many failed; says how many of each kind, and the most frequent cause with file and line.
     """
     ends = batch.select_idxs(EpisodeRows(batch).last_row)
     causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in ENVIRONMENT_FAILURES]
@@ -155,7 +154,7 @@ def check_failures(batch: DataProto, limit: float) -> None:
 
 
 def deadline_of(ends: DataProto) -> str:
-    """Names the setting that gives the other side of these episodes its time."""
+    """Names the setting that limits how long these episodes wait: for an environment, a program or a tool."""
     if "reset_seed" in ends:
         return "env.timeout"
     kind = "agent.program_timeout" if "program" in ends.get("agent_name", []) else "multi_turn.tool_timeout"
@@ -169,5 +168,5 @@ def valid_episodes(batch: DataProto) -> DataProto:
 
 
 def place_of(cause: str) -> str:
-    """Extracts file:line from a cause that ends in "(at file:line)", else all of it."""
+    """Returns file:line of a cause that ends in "(at file:line)", or else the whole cause."""
     return cause.rpartition(" (at ")[2]

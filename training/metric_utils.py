@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data.protocol import DataProto
 from data.types import END_REASONS, FAILED_END_REASONS
-from training.core_algos import Groups, alike
+from training.core_algos import Groups, is_close
 from training.episode_rows import EpisodeRows
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
@@ -118,11 +118,11 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
         return metrics
     worst, best = scores[counted].min(), scores[counted].max()
     tie = ~groups.differ(scores)
-    all_pass = tie & alike(scores, best) & (~alike(worst, best) | (best > 0))
-    all_fail = tie & alike(scores, worst) & ~all_pass
+    all_pass = tie & is_close(scores, best) & (~is_close(worst, best) | (best > 0))
+    all_fail = tie & is_close(scores, worst) & ~all_pass
     one_of_each = [*{groups.labels[row].item(): row for row in counted.nonzero()[:, 0].tolist()}.values()]
     verdicts = {"zero_std": tie, "all_fail": all_fail, "all_pass": all_pass, "tie": tie & ~all_pass & ~all_fail}
-    return metrics | {f"group/{name}_frac": each[one_of_each].double().mean().item() for name, each in verdicts.items()}
+    return metrics | {f"group/{name}_frac": rows[one_of_each].double().mean().item() for name, rows in verdicts.items()}
 
 
 def compute_source_metrics(batch: DataProto) -> dict[str, float]:

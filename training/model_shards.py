@@ -1,7 +1,7 @@
 """Reads and writes the tensors of a model in a checkpoint, of any number of workers, without running code.
 
-`model/` and `optim/` are written by torch.distributed.checkpoint as safetensors: each file has one worker's shards, and
-their places in the whole.
+torch.distributed.checkpoint writes `model/` and `optim/` as safetensors: each file has one worker's shards, and their
+offsets in the full tensors.
 """
 
 import json
@@ -24,7 +24,7 @@ from data.seqlen_balancing import fill_groups
 from training.checkpoint import FILE_ERRORS, unreadable
 
 MODEL, MOMENTS = "model", "optim"  # folders
-FILE_BYTES = 2 << 30  # of a worker's shards in one file, which is put together in memory
+FILE_BYTES = 2 << 30  # of a worker's shards in one file, which is built in memory
 PRETRAINED_BYTES = 5 * 10**9  # of a file for from_pretrained
 SHOWN = 3  # names in an error
 
@@ -52,9 +52,9 @@ def plain_errors() -> Iterator[None]:
 
 
 class Shards:
-    """The tensors that `save_shards` wrote into `folder`; `saved` describes each whole one, `shapes` has its shape.
+    """The tensors that `save_shards` wrote into `folder`; `saved` has each full tensor's metadata, `shapes` its shape.
 
-    Raises ValueError if a file is unreadable, or not there.
+    Raises ValueError if a file is unreadable or missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,12 +62,12 @@ class Shards:
         path = folder
         try:
             for path in sorted(folder.iterdir()):
-                safe_open(path, framework="pt")  # raises what is said of the file
+                safe_open(path, framework="pt")  # raises if it is damaged
             path = folder
             self.saved = self.reader.read_metadata().state_dict_metadata
             for name, tensor in self.saved.items():
                 if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.size):
-                    raise ValueError(f"parts of {name} are missing: not all files of its shards are there")
+                    raise ValueError(f"parts of {name} are missing: not all files of its shards are present")
         except FILE_ERRORS as error:
             raise unreadable(path, error) from error
         self.shapes = {name: tensor.size for name, tensor in self.saved.items()}
@@ -78,21 +78,21 @@ class Shards:
             check_names(self.shapes.keys(), tensors.keys(), tensors.keys())
             for name, tensor in tensors.items():
                 if (saved := tuple(self.shapes[name])) != (present := tuple(tensor.shape)):
-                    raise ValueError(f"{name} is of shape {saved} there, and of {present} in this run")
+                    raise ValueError(f"{name} has shape {saved} in the checkpoint, and {present} in this run")
             with plain_errors():
                 dcp.load(dict(tensors), storage_reader=self.reader, no_dist=True)
         except FILE_ERRORS as error:
             raise unreadable(self.folder, error) from error
 
-    def whole(self) -> dict[str, Tensor]:
-        """Reads all tensors, whole."""
+    def read_all(self) -> dict[str, Tensor]:
+        """Reads all tensors in full."""
         tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype) for name, saved in self.saved.items()}
         self.fill(tensors)
         return tensors
 
 
-def once(module: nn.Module) -> dict[str, Tensor]:
-    """Maps names to the weights and kept buffers of a model, of which each rank may have a part; tied ones once."""
+def distinct_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Maps names to the weights and persistent buffers of a model, as this rank has them; tied ones once."""
     names = {name for name, _ in module.named_parameters()}
     tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - names
     return {name: value for name, value in module.state_dict().items() if name not in tied}
@@ -109,7 +109,7 @@ def check_names(saved: Iterable[str], needed: Iterable[str], known: Iterable[str
 def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Writes `weights` into files that from_pretrained reads, holding a file's or two at a time.
 
-    `weights` is read to its end, also where a file cannot be written: other ranks may wait for this one in it.
+    `weights` is read to its end even if a file cannot be written: other ranks may wait for this one in its gathers.
     """
     part_numbers: dict[str, int] = {}
     count = total = 0
@@ -133,10 +133,10 @@ def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> Non
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes a file of safetensors, for whom the umask allows."""
+    """Writes a safetensors file with the permissions of the umask."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata={"format": "pt"})  # for this user alone
+    save_file(dict(tensors), path, metadata={"format": "pt"})  # readable by this user alone
     path.chmod(mode)
 
 

@@ -31,12 +31,12 @@ from training.roles import (
     ROLES,
     TEACHER_KEY,
     columns_made,
+    has_teacher,
     loss_reads,
     loss_settings,
     models_of,
     needed_roles,
     stages,
-    teaches,
 )
 from training.tracking import check_observers
 
@@ -135,7 +135,7 @@ def check_roles(config: Config, roles: list[str]) -> None:
     with_section = [name for name, spec in ROLES.items() if not isinstance(spec.section, str)]
     for name in config.roles.keys() - with_section:
         raise ConfigError(f"roles.{name}: no role of this name has settings there.{did_you_mean(name, with_section)}")
-    if teaches(config) and not config.trainer.val_only and "ref" not in roles:
+    if has_teacher(config) and not config.trainer.val_only and "ref" not in roles:
         raise ConfigError(
             f"{TEACHER_KEY}.path names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor."
             "use_kl_loss=true or algorithm.use_kl_in_reward=true, or leave it out."

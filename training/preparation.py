@@ -17,7 +17,7 @@ from data.rl_dataset import (
     OverlongPrompt,
     RLHFDataset,
     create_rl_dataset,
-    gives_rows_as_they_are,
+    has_default_getitem,
     report_overlong,
     row_maker,
 )
@@ -49,7 +49,7 @@ class Parts:
 
     Attributes:
         train_loader, val_loader: of its data sets; None: there is nothing to validate on.
-        game: the environment whose episodes are played; None: none are.
+        env_setup: the environment whose episodes are played; None: none are.
         total_steps: of the run.
         began: when they were ready, by time.monotonic().
     """
@@ -57,7 +57,7 @@ class Parts:
     reward: RewardManager
     train_loader: PromptLoader
     val_loader: PromptLoader | None
-    game: EnvSetup | None
+    env_setup: EnvSetup | None
     total_steps: int
     began: float = field(default_factory=time.monotonic)
 
@@ -113,8 +113,8 @@ def prepare(
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
     plays_episodes = config.env.id is not None and (config.env.mode == "episode" or config.env.val_episodes > 0)
-    game = build_env_setup(config, environment, train_dataset, reward) if plays_episodes else None
-    return Parts(reward, train_loader, val_loader, game, total_steps)
+    env_setup = build_env_setup(config, environment, train_dataset, reward) if plays_episodes else None
+    return Parts(reward, train_loader, val_loader, env_setup, total_steps)
 
 
 def build_train_loader(plan: Plan, dataset: Dataset) -> PromptLoader:
@@ -137,8 +137,8 @@ def usable_rows(plan: Plan, dataset: Dataset, key: str) -> tuple[frozenset[int],
     if isinstance(dataset, DataLoader):
         settings = "data.train_batch_size and data.shuffle say how its rows are drawn"
         raise ConfigError(f"a DataLoader is given for {key}: give its `dataset`; {settings}.", key)
-    if isinstance(dataset, RLHFDataset) and not dataset.is_settled:
-        dataset.settle(dataset.tokenizer or plan.tokenizer, plan.data)
+    if isinstance(dataset, RLHFDataset) and not dataset.is_set_up:
+        dataset.setup(dataset.tokenizer or plan.tokenizer, plan.data)
     name, files = type(dataset).__name__, plan.data[key.removeprefix("data.")]
     if not isinstance(dataset, Sized):
         raise ConfigError(f"{key}={files}: {name} has no __len__: define it, to return the number of rows.")
@@ -191,7 +191,7 @@ def check_rows(
     none, not at all.
     """
     agents, dataset = load_agents(rollout.agent), loader.dataset
-    if isinstance(dataset, RLHFDataset) and dataset.rows and gives_rows_as_they_are(dataset):
+    if isinstance(dataset, RLHFDataset) and dataset.rows and has_default_getitem(dataset):
         if conversations is None and AGENT_COLUMN not in dataset.column_names:
             return
         rows = enumerate({"raw_prompt": row.get(dataset.prompt_key), **row} for row in dataset.rows)
@@ -223,7 +223,7 @@ def overlong_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: 
         ValueError: all rows are too long, or a row cannot be used.
     """
     may_be_cut = not config.filter_overlong_prompts and config.truncation != "error"
-    if gives_rows_as_they_are(dataset) or may_be_cut or isinstance(dataset, Dynamic):
+    if has_default_getitem(dataset) or may_be_cut or isinstance(dataset, Dynamic):
         return frozenset()
     make_row = row_maker(dataset, tokenizer, replace(config, truncation="error"))
     total, overlong = len(dataset), dict[int, OverlongPrompt]()

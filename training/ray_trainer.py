@@ -59,7 +59,7 @@ class RayPPOTrainer(Run):
         reward: scores responses, called with `reward_view`s.
         train_loader: prompts, with a position that is saved and restored.
         val_loader: prompts of validation; None: there are none.
-        game: the environment whose env.val_episodes are played in validation.
+        env_setup: the environment whose env.val_episodes are played in validation.
         total_steps: the last step's number.
 
     Attributes:
@@ -84,7 +84,7 @@ class RayPPOTrainer(Run):
         train_loader: PromptLoader,
         total_steps: int,
         val_loader: PromptLoader | None = None,
-        game: EnvSetup | None = None,
+        env_setup: EnvSetup | None = None,
     ) -> None:
         trained = {name: role for name, role in roles.items() if role.spec.update}
         super().__init__(
@@ -95,7 +95,7 @@ class RayPPOTrainer(Run):
             models=trained,
             contents=config.actor_rollout_ref.actor.checkpoint.save_contents,
             in_background=config.actor_rollout_ref.actor.checkpoint.async_save,
-            can_validate=val_loader is not None or (game is not None and config.env.val_episodes > 0),
+            can_validate=val_loader is not None or (env_setup is not None and config.env.val_episodes > 0),
         )
         self.settings = {name: role.spec.settings(config) for name, role in trained.items()}
         self.roles, self.rollout, self.actor = roles, roles["rollout"], roles["actor"]
@@ -103,7 +103,7 @@ class RayPPOTrainer(Run):
         self.stages = [stage(self) for stage in stages(config)]
         self.estimator, self.policy_updates = Estimator(config.algorithm), PolicyUpdates(config)
         self.columns_read = {learns: columns_read(config, learns).union(self.reads) for learns in (False, True)}
-        self.reward, self.val_loader, self.game = reward, val_loader, game
+        self.reward, self.val_loader, self.env_setup = reward, val_loader, env_setup
         self.needs_greedy_scores = "reward_baselines" in estimator_needs(config.algorithm.adv_estimator)
         self.left_out: DataProto | None = None
         self.certificate: Metrics = {}  # of the last sync of the rollout's weights
@@ -272,7 +272,7 @@ class RayPPOTrainer(Run):
     def measure(self) -> tuple[Metrics, list[DataProto]]:
         """Computes metrics of the present policy, under verl's names, and returns its answers."""
         validations = [self.measure_rows()] if self.val_loader is not None else []
-        if self.game is not None and self.config.env.val_episodes:
+        if self.env_setup is not None and self.config.env.val_episodes:
             validations.append(self.measure_episodes())
         metrics = {name: value for values, _ in validations for name, value in values.items()}
         return metrics, [batch for _, batch in validations]
@@ -299,7 +299,7 @@ class RayPPOTrainer(Run):
         there is no `acc`; where anyone does, an episode of which nothing was said is none. Those that failed count
         nowhere.
         """
-        batch = self.val_answers(episode_prompts(self.game, episode_seeds(self.config.env)), 0)
+        batch = self.val_answers(episode_prompts(self.env_setup, episode_seeds(self.config.env)), 0)
         check_failures(batch, self.config.env.max_failed_fraction)
         ends = valid_episodes(batch)
         columns = {"return": list(ends.episode_return)}

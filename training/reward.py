@@ -2,8 +2,8 @@
 
 A reward manager is called with a `reward_view`: one row per response, texts decoded once, and everything of the dataset
 row. It returns B numbers, B dicts with a `score`, a [B] or [B, R] tensor, or verl's {"reward_tensor",
-"reward_extra_info"}; `FunctionReward` is the manager around a plain function (training/reward_function.py). What comes
-back is checked before it meets a loss, and a row without a score is not one with a score of zero.
+"reward_extra_info"}; `FunctionReward` is the manager around a plain function (training/reward_function.py). What it
+returns is checked before the loss reads it, and a row without a score is never scored 0.
 """
 
 import inspect
@@ -31,7 +31,7 @@ from data.padding import last_token
 from data.protocol import DataProto, join_rows, object_array
 from data.rows import prompt_text
 from data.types import NotScored, Row
-from training.episode_rows import BROUGHT, EpisodeRows, describe_conversations
+from training.episode_rows import LOOP_SCORE, EpisodeRows, describe_conversations
 
 RewardManager = Callable[[DataProto], Any]
 Columns = dict[str, np.ndarray]
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Scored:
-    """Holds what a reward says of a row: its score, or those of its tokens, [R] float32; and further values."""
+    """Holds a row's score (or its tokens' scores, [R] float32) and the reward's further values."""
 
     score: float | Tensor
     extra: Row
@@ -53,7 +53,7 @@ Result = Scored | NotScored
 
 @dataclass(frozen=True)
 class RewardRun:
-    """The parts of a run that a source may build a reward with, its whole config among them."""
+    """The parts of a run that a reward may be built from."""
 
     tokenizer: PreTrainedTokenizerBase | None
     environment: Any | None
@@ -62,12 +62,12 @@ class RewardRun:
 
 @runtime_checkable
 class ChecksRows(Protocol):
-    """A reward that looks at rows before the run; `title` is what messages call it."""
+    """A reward that checks rows before the run starts; messages call it `title`."""
 
     title: str
 
     def check(self, rows: Mapping[int, Row]) -> None:
-        """Raises ConfigError where rows, by their position in the data set, lack what it needs."""
+        """Raises ConfigError if rows, keyed by their position in the data set, lack what the reward needs."""
 
 
 def load_reward_manager(
@@ -76,7 +76,7 @@ def load_reward_manager(
     environment: Any | None,
     run_config: Config | None = None,
 ) -> RewardManager:
-    """Loads the run's reward, of the kind "reward" of configs/extras.py. Raises ValueError if its form is unknown."""
+    """Loads the run's reward, by the kind "reward" of configs/extras.py. Raises ValueError if its form is unknown."""
     name = reward_of(config, environment)
     if name not in ("manager", "environment") and (unread := config.reward_kwargs.extras):
         raise ValueError(
@@ -89,7 +89,7 @@ def load_reward_manager(
 
 
 def reward_of(config: RewardConfig, environment: Any | None) -> str:
-    """Names the reward that scores; configs/checks.py refuses two that are named together."""
+    """Names the reward that scores; configs/checks.py refuses settings that name two."""
     if environment is None and config.reward_manager != RewardManagerConfig():
         return "manager"
     return "environment" if environment is not None and config.source() is None else config.scorer
@@ -175,20 +175,20 @@ def add_scores(
 ) -> DataProto:
     """Adds token_level_scores to `batch`, and the reward's extra columns, named in meta_info["reward_extra_keys"].
 
-    Rows that could not be scored become what `config` says (`mark_failures`). Episodes of an environment bring their
-    scores, and rows of an agent loop may: these are shown to no reward.
+    `config` decides about rows that could not be scored (`mark_failures`). Episodes of an environment, and some rows of
+    agent loops, have scores already: the reward does not see them.
 
     Raises:
         RuntimeError: the manager raised, or too many rows could not be scored; names it and the line.
-        ValueError: the scores are of a wrong number, type or shape, or on no token of the policy, or an extra column is
-            in the batch already.
+        ValueError: the number, type or shape of the scores is wrong, or a score is on no token of the policy, or an
+            extra column is in the batch already.
     """
     if "token_level_scores" in batch and "turn_ids" in batch:
         batch.meta_info["reward_extra_keys"] = []
         return batch
     config = config or ScoringConfig()  # a test may leave it out
     name, mask = reward_name(manager), batch.batch["response_mask"]
-    results = take_brought(batch) if BROUGHT in batch else [None] * len(batch)
+    results = take_loop_scores(batch) if LOOP_SCORE in batch else [None] * len(batch)
     if rows := [row for row, result in enumerate(results) if result is None]:
         view = reward_view(batch if len(rows) == len(batch) else batch.select_idxs(rows), tokenizer)
         scored = score_view(view, manager, config, mask.shape[1])
@@ -205,10 +205,10 @@ def add_scores(
     return batch
 
 
-def take_brought(batch: DataProto) -> list[Scored | None]:
-    """Takes the scores out of `batch` that rows bring from their agent loops, with their extra info; None: not this."""
+def take_loop_scores(batch: DataProto) -> list[Scored | None]:
+    """Removes from `batch` the scores, with extra info, that agent loops gave to rows; None for a row without one."""
     infos = batch.non_tensor_batch.pop("reward_extra_info", [None] * len(batch))
-    pairs = zip(batch.non_tensor_batch.pop(BROUGHT), infos, strict=True)
+    pairs = zip(batch.non_tensor_batch.pop(LOOP_SCORE), infos, strict=True)
     return [None if score is None else Scored(score, info or {}) for score, info in pairs]
 
 
@@ -235,9 +235,9 @@ def call_manager(manager: RewardManager, view: DataProto) -> Any:
 def read_results(returned: Any, shape: tuple[int, int], name: str) -> list[Result]:
     """Reads what the reward called `name` returned for B responses of R tokens, `shape`, as a result for each.
 
-    A row has no score with anything but a finite number (or R of them, in a tensor), or with a dict of keys that most
-    have not. A number beside dicts is a score without further values, and a dict may lack some. Raises ValueError if
-    the whole is of a wrong number, type or shape.
+    A row is scored by a finite number, by R of them in a tensor, or by a dict with `score` that has no key beyond those
+    of most dicts; anything else is NotScored. A number among dicts is a score without further values. Raises ValueError
+    if the number of results, their type or their shape is wrong.
     """
     rows, columns = shape[0], {}
     if isinstance(returned, dict) and "reward_tensor" in returned:  # verl's managers
@@ -258,7 +258,7 @@ def read_results(returned: Any, shape: tuple[int, int], name: str) -> list[Resul
 
 
 def read_result(result: Any, extra: Row, keys: frozenset[str], width: int) -> Result:
-    """Reads a row's result: its score, and further values beside `extra`; most dicts of the batch have `keys`."""
+    """Reads a row's result: its score, and its further values after `extra`; most dicts of the batch have `keys`."""
     if isinstance(result, NotScored):
         return result
     if isinstance(result, dict) and not {"score"} <= result.keys() <= keys:
@@ -282,8 +282,8 @@ def read_result(result: Any, extra: Row, keys: frozenset[str], width: int) -> Re
 
 
 def check_failures(failures: Sequence[NotScored], total: int, config: ScoringConfig, name: str) -> None:
-    """Warns of those of `total` responses that the reward called `name` could not score, with the most frequent cause;
-    raises RuntimeError if they are more than reward.max_failed_fraction."""
+    """Warns of the `failures` among `total` responses, with the most frequent cause; raises RuntimeError if they are
+    more than reward.max_failed_fraction."""
     [(problem, times)] = Counter(failure.reason for failure in failures).most_common(1)
     counts = ", ".join(f"{count} {kind}" for kind, count in Counter(failure.outcome for failure in failures).items())
     trace = next(failure.trace for failure in failures if failure.reason == problem)
@@ -301,8 +301,8 @@ def check_failures(failures: Sequence[NotScored], total: int, config: ScoringCon
 
 
 def place_scores(results: Sequence[Result], mask: Tensor, name: str, failure_score: float = 0.0) -> Tensor:
-    """Puts a row's score, or `failure_score`, on its last policy token (a row without one has none), and scores of each
-    token as they are: [B, R] float32. Raises ValueError for one that is on no token of the policy."""
+    """Places each row's score, or `failure_score`, on its last policy token, and scores of tokens on theirs: [B, R]
+    float32. A row without policy tokens gets none. Raises ValueError for a score on any other token."""
     placed, ends = torch.zeros(mask.shape), last_token(mask) == 1
     for row, result in enumerate(results):
         score = result.score if isinstance(result, Scored) else failure_score
@@ -316,8 +316,8 @@ def place_scores(results: Sequence[Result], mask: Tensor, name: str, failure_sco
 
 
 def extra_columns(results: Sequence[Result]) -> Columns:
-    """Makes a column, [B] objects, of each further value; a row without a score has 0 for numbers, and a row that does
-    not have it None."""
+    """Makes a column, [B] objects, of each further value: a row without a score gets 0 for numbers, a scored row that
+    lacks the value None."""
     empty: Row = {}
     for result in results:
         for key, value in result.extra.items() if isinstance(result, Scored) else ():
@@ -344,7 +344,7 @@ def mark_failures(batch: DataProto, results: Sequence[Result], config: ScoringCo
 
 
 def concat_scored(batches: Sequence[DataProto]) -> DataProto:
-    """Joins scored batches; what the reward said, or a tool kept, in some of them alone is None in the others."""
+    """Joins scored batches; columns of rewards or tools that only some of them have are None in the others."""
     keys = sorted({key for batch in batches for key in batch.meta_info["reward_extra_keys"]})
     for batch in batches:
         batch.meta_info["reward_extra_keys"] = keys
@@ -352,8 +352,8 @@ def concat_scored(batches: Sequence[DataProto]) -> DataProto:
 
 
 def reward_metrics(batch: DataProto) -> dict[str, float]:
-    """Computes reward/<key>/{mean, std, min, max} of every number beside the score, over samples that did not fail and
-    have it (an episode's is its last row's), and counts rows without a score: reward/timeout, reward/error.
+    """Computes reward/<key>/{mean, std, min, max} of the reward's further numbers, over the samples that have them and
+    did not fail (of an episode: its last row), and counts rows without a score: reward/timeout, reward/error.
     """
     metrics: dict[str, float] = {}
     if "reward_outcome" in batch:

@@ -1,4 +1,4 @@
-"""Lists the roles of a run in one table: which columns each makes, whether it learns, and how a worker builds it.
+"""Lists the roles of a run in one table: the columns that each computes, whether it learns, how a worker builds it.
 
 A file of yours, named by actor_rollout_ref.model.external_lib, adds a role by `register_role`, and is loaded by the
 driver and by every worker.
@@ -21,7 +21,7 @@ from training.advantage import estimator_needs
 from training.losses import TENSOR_ARGS, PolicyLoss, ReadableNamespace, get_policy_loss
 
 TEACHER_KEY = "actor_rollout_ref.ref.model"
-OF_POLICY = ("old_log_probs", "entropys", "sum_pi_squared")  # columns of the log-prob pass of the policy in training
+POLICY_COLUMNS = ("old_log_probs", "entropys", "sum_pi_squared")  # of the log-prob pass of the policy in training
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")  # of a forward pass
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
 UPDATE_COLUMNS = (*LOSS_COLUMNS, "ref_log_prob", "rollout_log_probs")
@@ -32,7 +32,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerLost(WorkerError, MayPass):
-    """A worker died, gets no further, or lacks what it waited for: another call would not be answered either."""
+    """A worker died, is stuck, or waited for another in vain: it would not answer another call either."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,25 @@ class RoleSpec:
     """An entry of the table.
 
     Attributes:
-        name: of the role; in a checkpoint, of its folder.
+        name: of the role, and of its folder in a checkpoint.
         build: called in each worker with its `ModelWorker`, returns the object whose methods `Role` calls; a function,
             or "module:function".
-        section: its settings in the config, or a dataclass of defaults: they are set at roles.NAME. One that learns has
+        section: key of its settings, or a dataclass of defaults that are set at roles.NAME. A role that learns has
             optim, ppo_epochs, ppo_mini_batch_size and shuffle.
-        head: transformers' class of its model, whose path the section has at model.path.
-        model: where models are set elsewhere: returns of a config their settings by the keys of their paths; of a role
-            that learns, the first does.
-        columns: that its method `compute` makes of a batch; `compute` is called with rows and `arguments`.
-        arguments: of `compute`: the sampling "temperature", the "columns" that are read.
+        head: transformers' class of its model, whose path is at model.path of the section.
+        model: for models that are set elsewhere: maps a config to their settings by the keys of their paths; the first
+            is the one that learns.
+        columns: that its method `compute` adds to a batch; `compute` is called with rows and `arguments`.
+        arguments: of `compute`: the sampling "temperature", the "columns" to compute.
         objects: columns of objects that it reads.
-        reads: says of a config which tensors methods read beside `SEQUENCES`; one that is not there is given all.
+        reads: maps a config to the tensors that each method reads beside `SEQUENCES`; a method not listed gets all.
         update: its method that takes one step on a mini-batch; None: it does not learn.
-        in_stage: whether a stage has it learn, and not the end of the step.
-        stage: what `compute` is called in timing_s/; None: the name.
-        like_policy: its layers are split as the policy's are, and a prompt like the row before's costs it nothing.
-        turn: when it is built: below 0 before the policy has an optimiser, above 0 when others have what they need.
-        plays: says of a config whether the role plays even if nobody reads its columns.
-        check: raises ConfigError for settings with which it cannot work; called where it plays, before a worker starts.
+        in_stage: whether it learns in a stage, not at the end of the step.
+        stage: name of `compute` in timing_s/; None: the role's name.
+        like_policy: its layers are split like the policy's, and it computes a prompt that rows share only once.
+        build_order: roles are built in ascending order; below 0: before the policy has an optimiser.
+        plays: says whether a run of this config has the role even if nothing reads its columns.
+        check: raises ConfigError for settings that cannot work; called before workers start, if the run has the role.
     """
 
     name: str
@@ -74,14 +74,14 @@ class RoleSpec:
     in_stage: bool = False
     stage: str | None = None
     like_policy: bool = True
-    turn: int = 0
+    build_order: int = 0
     plays: Callable[[Config], bool] = lambda config: False
     reads: Callable[[Config], Mapping[str, Collection[str]]] = lambda config: {}
     check: Callable[[Config], None] = lambda config: None
 
     @property
     def key(self) -> str:
-        """Names the place of its settings."""
+        """Returns the key of its settings."""
         return self.section if isinstance(self.section, str) else f"roles.{self.name}"
 
     def settings(self, config: Config) -> Any:
@@ -90,7 +90,7 @@ class RoleSpec:
         return lay_over(self.section, config.roles.get(self.name, {}), config, self.key)
 
     def models(self, config: Config) -> dict[str, PretrainedModelConfig]:
-        """Returns the settings of its models by the keys of their paths; where there is a path alone, the policy's."""
+        """Returns its models' settings by the keys of their paths; other settings than the path are the policy's."""
         if self.model:
             return self.model(config)
         model = self.settings(config).model
@@ -106,10 +106,10 @@ ROLES: dict[str, RoleSpec] = {}
 
 
 def register_role(spec: RoleSpec) -> RoleSpec:
-    """Adds a role to the table; one of its name gives way.
+    """Adds a role to the table; it replaces one of its name.
 
     Raises:
-        ValueError: another role makes one of its columns.
+        ValueError: another role computes one of its columns.
     """
     for other in ROLES.values():
         if other.name != spec.name and (shared := set(spec.columns).intersection(other.columns)):
@@ -118,13 +118,13 @@ def register_role(spec: RoleSpec) -> RoleSpec:
     return spec
 
 
-def teaches(config: Config) -> bool:
-    """Says whether the reference is another model than the policy."""
+def has_teacher(config: Config) -> bool:
+    """Says whether ref.model names another model than the policy's."""
     return config.actor_rollout_ref.ref.model.path != config.policy_model.path
 
 
 def check_teacher(config: Config) -> None:
-    if teaches(config):
+    if has_teacher(config):
         check_same_tokens(config.policy_model, config.actor_rollout_ref.ref.model.path, f"{TEACHER_KEY}.path")
 
 
@@ -135,7 +135,7 @@ for entry in (
         section="actor_rollout_ref.actor",
         head=AutoModelForCausalLM,
         model=lambda config: {"actor_rollout_ref.model.path": config.policy_model},
-        columns=OF_POLICY,
+        columns=POLICY_COLUMNS,
         compute="compute_log_prob",
         arguments=("temperature", "columns"),
         update="update_policy",
@@ -150,7 +150,7 @@ for entry in (
         name="rollout",
         build="workers.model_worker:build_rollout",
         section="actor_rollout_ref.rollout",
-        turn=1,
+        build_order=1,
         plays=lambda config: True,
     ),
     RoleSpec(
@@ -161,7 +161,7 @@ for entry in (
         columns=("ref_log_prob",),
         compute="compute_log_prob",
         arguments=("temperature", "columns"),
-        turn=-1,
+        build_order=-1,
         check=check_teacher,
         reads=lambda config: {"compute_log_prob": ()},
     ),
@@ -190,7 +190,7 @@ def columns_made(config: Config) -> set[str]:
 
 
 def loss_settings(config: Config) -> ReadableNamespace:
-    """Returns the settings of the policy loss, with those that stages lay over them."""
+    """Returns the settings of the policy loss, as the stages override them."""
     settings = dict(vars(config.actor_rollout_ref.actor.policy_loss))
     for stage in stages(config):
         settings |= stage.loss_settings(config)
@@ -202,21 +202,21 @@ def policy_loss_of(config: Config) -> PolicyLoss:
 
 
 def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[str]:
-    """Names the roles that a run has workers for; one that only validates learns nothing, and reads no columns."""
+    """Names the roles that a run has workers for; a run that only validates reads no columns."""
     read = set() if config.trainer.val_only else columns_read(config) | set(trainer_reads)
     return [name for name, spec in ROLES.items() if spec.plays(config) or not read.isdisjoint(spec.columns)]
 
 
 def models_of(config: Config, roles: Iterable[str]) -> list[tuple[RoleSpec, str, PretrainedModelConfig]]:
-    """Lists those of these roles that have a model, the key of its path, and its settings."""
+    """Lists the models of these roles: role, key of the model's path, settings."""
     specs = map(ROLES.get, roles)
     return [(spec, *model) for spec in specs if spec.head for model in spec.models(config).items()]
 
 
 def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
-    """Names the columns of roles that are read in a step: by the estimator, the policy loss, a KL term, a stage, and
-    every update but a batch's first, whose ratio is 1; without those that a stage makes. Entropies come with a pass
-    over the policy, if there is one and the run logs them.
+    """Names the columns of roles that a step reads, without those that a stage makes. The estimator, the policy loss,
+    KL terms and stages read columns; so does every update but a batch's first, whose ratio is 1. Entropies are added
+    to a log-prob pass if there is one and the run logs them.
     """
     algorithm, actor, prompts = config.algorithm, config.actor_rollout_ref.actor, config.data.train_batch_size
     read = estimator_needs(algorithm.adv_estimator) | loss_reads(config)
@@ -230,14 +230,14 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
     for stage in stages(config):
         read |= stage.reads(config)
     read -= columns_made(config)
-    if not read.isdisjoint(OF_POLICY) and (actor.calculate_entropy or actor.entropy_coeff):
+    if not read.isdisjoint(POLICY_COLUMNS) and (actor.calculate_entropy or actor.entropy_coeff):
         read |= {"entropys"}
     return read
 
 
 def loss_reads(config: Config) -> set[str]:
-    """Names the columns of roles and stages, and logits, that the policy loss, or the task's under it, has as arguments
-    without a default."""
+    """Names the required arguments of the policy loss, and of the task's loss under it, that are columns of roles or
+    stages, or logits."""
     columns = columns_made(config).union(["logits"], *(spec.columns for spec in ROLES.values()))
     settings = loss_settings(config)
     losses = [get_policy_loss(name).function for name in (settings.loss_mode, settings.get("task_loss")) if name]

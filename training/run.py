@@ -259,7 +259,7 @@ class Training:
 
     @staticmethod
     def settle(config: Config) -> Config:
-        """Returns the settings by which it acts."""
+        """Returns the settings that this action uses."""
         return config
 
     @staticmethod

@@ -12,14 +12,14 @@ from configs.schema import ModelConfig, RolloutConfig
 
 
 class NoAdapter:
-    """Trains all weights; the base of what trains others in their stead. A model carries its own as `model.adapter`.
+    """Trains all weights; the base of adapters, which train added weights instead. A model has it as `model.adapter`.
 
     Attributes:
-        off: the block in which a model computes what it did before training; None: it needs a copy for that.
-        hint: ends the error of a forward that fails.
+        off: a context in which a model computes as before training; None: that needs a copy of the model.
+        hint: last sentence of the error of a forward that fails.
     """
 
-    name = ""  # as the user knows it
+    name = ""  # in messages
     off: Callable[[PreTrainedModel], AbstractContextManager] | None = None
     hint = ""
 
@@ -31,42 +31,42 @@ class NoAdapter:
         """Raises ConfigError for settings that cannot work, before a model is loaded; `key` names their section."""
 
     def is_sent_alone(self, rollout: RolloutConfig) -> bool:
-        """Says whether an engine is sent what was added, and adds it itself, in place of the whole weights."""
+        """Says whether an engine is sent the adapter alone, and applies it itself, instead of the merged weights."""
         return False
 
     def add(self, model: PreTrainedModel) -> None:
-        """Changes the layers of `model`, before it is spread and has weights."""
+        """Adds the adapter to the layers of `model`, before it is sharded and has weights."""
 
     def start(self, model: PreTrainedModel) -> None:
-        """Gives what `add` has added its first numbers, once all others are loaded."""
+        """Initialises the weights that `add` has added, after all others are loaded."""
 
     def check(self, model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], Tensor], limit: float) -> None:
-        """Tries whether `weights` compute what `model` does; raises ValueError where log-probs differ by `limit`."""
+        """Checks that `weights` compute what `model` does; raises ValueError if log-probs differ by `limit`."""
 
     def weights(self, model: PreTrainedModel, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and value of every weight of the plain model that computes the same, this rank's part, tied ones
-        under each of their names. All ranks go through them.
+        """Yields the name and this rank's shard of every weight of the plain model, tied ones under each of their
+        names. All ranks iterate them.
 
         Args:
-            merged: False: of the model as it was before training.
+            merged: whether the adapter is merged into them; False: as before training.
         """
         for name, value in model.state_dict(keep_vars=True).items():
             yield name, value.detach()
 
-    def is_own(self, name: str) -> bool:
-        """Says whether a parameter of this name was added."""
+    def is_adapter_weight(self, name: str) -> bool:
+        """Says whether the parameter of this name belongs to the adapter."""
         return False
 
-    def own_weights(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and full value of each weight that was added, as its files have it, on all ranks."""
+    def adapter_weights(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name, as in its files, and the full value of each adapter weight, on all ranks."""
         return iter(())
 
     def scales(self, model: PreTrainedModel) -> dict[str, float]:
-        """Returns the factors by which an engine that adds them itself multiplies parameters, where that is not 1."""
+        """Returns the factors, other than 1, by which an engine that applies the adapter multiplies parameters."""
         return {}
 
     def saved_name(self, name: str) -> str:
-        """Returns the name that a parameter which was added has in its files."""
+        """Returns the name that an adapter weight has in its files."""
         return name
 
     def plain_name(self, name: str) -> str:
@@ -74,10 +74,10 @@ class NoAdapter:
         return name
 
     def save(self, model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
-        """Writes the configs of `folder`/huggingface, and beside it what `own_weights` gave."""
+        """Writes the configs of `folder`/huggingface, and the adapter's `weights` beside it."""
         model.save_pretrained(folder / "huggingface", state_dict={})
 
 
 def adapter_of(settings: ModelConfig) -> NoAdapter:
-    """Returns what the settings of a policy ask for."""
+    """Makes the adapter that the settings of a policy name."""
     return find("adapter", settings.adapter)(settings)

@@ -50,16 +50,16 @@ class AgentLoop:
     Args:
         config: the whole run's.
         engine: answers nobody else meanwhile.
-        game: the environment, its prompts and its action parser; None: there is no environment.
+        env_setup: the environment, its prompts and its action parser; None: there is no environment.
     """
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, game: EnvSetup | None
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, env_setup: EnvSetup | None
     ) -> None:
         self.config, self.engine = config, engine
         rollout = config.actor_rollout_ref.rollout
-        self.game, self.free_environments = game, list[EnvSlot]()
-        self.turns_apart = game is not None and (config.env.mode == "step" or config.env.history == "turns")
+        self.env_setup, self.free_environments = env_setup, list[EnvSlot]()
+        self.turns_apart = env_setup is not None and (config.env.mode == "step" or config.env.history == "turns")
         self.conversations, data = load_conversations(config, tokenizer)
         self.chat = chat = ChatFormat(tokenizer, data.apply_chat_template_kwargs)
         self.limits = Limits(rollout.response_length, rollout.multi_turn.max_tokens_per_turn or rollout.response_length)
@@ -110,16 +110,16 @@ class AgentLoop:
     def environment_episode(self, row: Row) -> Episode:
         """Opens an episode of the environment, beside which there may be tools."""
         timeout = None if self.config.env.in_processes else self.config.env.timeout  # processes keep it themselves
-        episode = EnvEpisode(row, self.game, self.free_environments, self.turns_apart, timeout)
+        episode = EnvEpisode(row, self.env_setup, self.free_environments, self.turns_apart, timeout)
         return episode if self.conversations is None else self.conversations.beside(episode, row)
 
     def close(self) -> None:
         """Gives back what environments hold."""
         while self.free_environments:
             run_in_background(self.free_environments.pop().leave(self.config.env.timeout))
-        if self.game is not None:
+        if self.env_setup is not None:
             with warns_of_close("the environment that others are copies of"):
-                self.game.environment.close()
+                self.env_setup.environment.close()
 
     def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
         """Returns the episodes as a batch; the episode that row i of `prompts` began is called `names[i]`."""
@@ -131,7 +131,7 @@ class AgentLoop:
         rollout = self.config.actor_rollout_ref.rollout
         batch = collate(samples, rollout.prompt_length, rollout.response_length, self.engine.pad_token_id)
         batch.batch.update(collate_turns(samples, rollout.response_length))
-        if self.game is None:  # the reward function scores conversations
+        if self.env_setup is None:  # the reward function scores conversations
             batch.batch.pop("token_level_scores")
         batch.non_tensor_batch["episode"] = object_array([names[position] for position in positions])
         prompts = prompts.select_idxs(positions)

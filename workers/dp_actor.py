@@ -24,7 +24,7 @@ from training.losses import (
     zero_masked,
 )
 from training.mini_batches import Update, learning_rows
-from training.roles import LOSS_COLUMNS, TEACHER_KEY, UPDATE_COLUMNS, loss_reads, loss_settings, teaches
+from training.roles import LOSS_COLUMNS, TEACHER_KEY, UPDATE_COLUMNS, has_teacher, loss_reads, loss_settings
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut, cut_share, score
@@ -67,13 +67,13 @@ class DataParallelPPOActor(TrainedModel):
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
         """Computes `columns` (of old_log_probs, entropys, sum_pi_squared) on the policy's tokens: [B, R] float32."""
-        with self.engine.at_work(), self.engine.autocast():
+        with self.engine.on_device(), self.engine.autocast():
             return score_columns(self.engine.module, batch, self.log_prob_size, temperature, columns)
 
     def forward(self, batch: DataProto, temperature: float = 1.0) -> Tensor:
         """Computes the policy tokens' log-probs in one pass, for a loss by hand: [B, R] float32, 0 on other tokens."""
         [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], self.engine.module)
-        with self.engine.at_work(), self.engine.autocast(updates=True):
+        with self.engine.on_device(), self.engine.autocast(updates=True):
             log_probs = self.engine.module.token_scores(micro, temperature).log_probs
         missing = batch.batch["responses"].shape[1] - micro.response_width
         return torch.nn.functional.pad(zero_masked(log_probs, micro.is_scored), (0, missing))
@@ -85,7 +85,7 @@ class DataParallelPPOActor(TrainedModel):
         without old_log_probs are exactly on-policy: the ratio is 1 and carries the gradient.
         """
         metrics = PooledMetrics()
-        with forked_rng(update.seed), self.engine.at_work():  # for losses that draw
+        with forked_rng(update.seed), self.engine.on_device():  # for losses that draw
             if self.policy_loss.over_mini_batch:
                 gradient = self.policy_gradient(batch, update, metrics)
                 batch = DataProto(batch.batch.copy(), batch.non_tensor_batch).union(gradient)
@@ -100,7 +100,7 @@ class DataParallelPPOActor(TrainedModel):
     def compute_loss(self, batch: DataProto, update: Update) -> dict[str, float]:
         """Computes the metrics that `update_policy` would have of a loss that is a sum over tokens; no update."""
         metrics = PooledMetrics()
-        with self.engine.at_work():
+        with self.engine.on_device():
             self.measure(batch, update, metrics)
         return metrics.reduce()
 
@@ -197,11 +197,11 @@ class ReferencePolicy:
     module: PreTrainedModel
     log_prob_size: MicroBatchSize  # what a forward pass may hold
     autocast: Callable[[], AbstractContextManager] = nullcontext  # the actor's, so that equal weights have no KL
-    at_work: Callable[[], AbstractContextManager] = nullcontext  # in which its weights are there, and its own
+    on_device: Callable[[], AbstractContextManager] = nullcontext  # in which its weights are there, and its own
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
         """Computes `columns`, which are [ref_log_prob]: [B, R] float32, 0 where the policy produced no token."""
-        with self.at_work(), self.autocast():
+        with self.on_device(), self.autocast():
             return score_columns(self.module, batch, self.log_prob_size, temperature, columns)
 
 
@@ -225,11 +225,11 @@ def build_reference(worker: ModelWorker) -> ReferencePolicy:
     """Makes the frozen policy: the one that training starts from, which is the actor without its adapter if it has one;
     or the teacher that ref.model.path names."""
     policy, module = worker.config.actor_rollout_ref, worker.module
-    if teaches(worker.config):
+    if has_teacher(worker.config):
         return build_teacher(worker, policy.ref.model.path, TEACHER_KEY)
     if module.adapter.off:
         size, engine = MicroBatchSize.of_scoring(policy.ref), worker.policy
-        return ReferencePolicy(engine.module, size, engine.autocast, engine.at_work_as_before)
+        return ReferencePolicy(engine.module, size, engine.autocast, engine.on_device_without_adapter)
     return freeze(worker, worker.load_policy(policy.model, "ref", module) if module.parallel.lockstep else module)
 
 
@@ -242,5 +242,6 @@ def freeze(worker: ModelWorker, module: PreTrainedModel) -> ReferencePolicy:
     if not module.parallel.lockstep:
         module = frozen_copy(module, worker.dtype)
         module.parallel = worker.layouts["ref"]
-    at_work, size = module.parallel.at_work(module.eval().requires_grad_(False)), worker.config.actor_rollout_ref.ref
-    return ReferencePolicy(module, MicroBatchSize.of_scoring(size), worker.policy.autocast, at_work)
+    on_device = module.parallel.on_device(module.eval().requires_grad_(False))
+    size = MicroBatchSize.of_scoring(worker.config.actor_rollout_ref.ref)
+    return ReferencePolicy(module, size, worker.policy.autocast, on_device)

@@ -23,7 +23,7 @@ class DataParallelPPOCritic(TrainedModel):
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """Estimates the value before each response token: column values, [B, R] float32, 0 where response_mask is 0."""
-        with self.engine.at_work(), self.engine.autocast():
+        with self.engine.on_device(), self.engine.autocast():
             values = score(self.engine.module, batch, self.size, temperature=1.0, ask=["values"]).values
         return DataProto.from_dict({"values": values * batch.batch["response_mask"]})
 
@@ -33,7 +33,7 @@ class DataParallelPPOCritic(TrainedModel):
         The loss is the clipped value loss, normalised by the whole mini-batch's counts.
         """
         metrics = PooledMetrics()
-        with forked_rng(update.seed), self.engine.at_work():
+        with forked_rng(update.seed), self.engine.on_device():
             micro_batches = cut_share(batch, self.size, ["response_mask", "values", "returns"], self.engine.module)
             losses = (self.micro_batch_loss(micro, update.counts, metrics) for micro in micro_batches)
             stepped = self.engine.update(losses, update.step)

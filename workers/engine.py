@@ -98,13 +98,13 @@ class TrainEngine:
         self.multiplier = learning_rate_multiplier(optim, total_steps)
         trained = (weight for weight in self.module.parameters() if weight.requires_grad)
         self.optimizer = self.parallel.optimizer(trained, optim)
-        self.at_work = self.parallel.at_work(self.module)
+        self.on_device = self.parallel.on_device(self.module)
         self.checkpoint = ModelCheckpoint(self.module, self.optimizer, self.weights)
 
     @contextmanager
-    def at_work_as_before(self) -> Iterator[None]:
+    def on_device_without_adapter(self) -> Iterator[None]:
         """Has the module compute, where it works, what it did before training, by its adapter."""
-        with self.at_work(), self.adapter.off(self.module):
+        with self.on_device(), self.adapter.off(self.module):
             yield
 
     def autocast(self, updates: bool = False) -> AbstractContextManager:
@@ -170,12 +170,12 @@ class TrainEngine:
 
     def save(self, folder: Path, contents: Sequence[str], background: bool = False) -> None:
         """Saves as `ModelCheckpoint.save`; the caller saves the tokenizer."""
-        with self.at_work():
+        with self.on_device():
             self.checkpoint.save(folder, contents, background)
 
     def load(self, folder: Path) -> None:
         """Loads as `ModelCheckpoint.load`."""
-        with self.at_work():  # moments go where the weights are
+        with self.on_device():  # moments go where the weights are
             self.checkpoint.load(folder)
 
 

@@ -15,19 +15,19 @@ from workers.deadlines import beat
 from workers.rollout import Rollout
 
 logger = logging.getLogger(__name__)
-WAIT_SHARE = 1 / 4  # of a step's time, for which the next waits for new turns: few large steps cost less
+WAIT_SHARE = 1 / 4  # of a step's time: so long the next step waits for new turns, as few large steps cost less
 
 
 class EngineError(RuntimeError):
-    """The engine raised; all requests in flight are lost, later ones are tried."""
+    """The engine raised: the requests in flight are lost; later ones are tried."""
 
 
 @dataclass
 class Client:
-    """A client that waits for the completion `done` of its request, a turn of `episode`."""
+    """A client that waits for the completion of its request, a turn of `episode`."""
 
     request: Request
-    done: asyncio.Future[Completion]
+    future: asyncio.Future[Completion]
     episode: Hashable | None = None
 
 
@@ -40,7 +40,7 @@ class Step:
 
 
 class CallingThread(Executor):
-    """Runs what others submit in the thread that calls `run_until`, one after the other."""
+    """Runs submitted calls one after the other, in the thread that calls `run_until`."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
@@ -50,19 +50,19 @@ class CallingThread(Executor):
         self.calls.put((future, lambda: fn(*args, **kwargs)))
         return future
 
-    def run_until(self, done: Future) -> Any:
-        """Returns the result of `done`; what is submitted meanwhile is run, and what that raises ends the wait."""
-        done.add_done_callback(lambda _: self.calls.put(None))
+    def run_until(self, awaited: Future) -> Any:
+        """Runs submitted calls until `awaited` is done, and returns its result; an error of a call ends the wait."""
+        awaited.add_done_callback(lambda _: self.calls.put(None))
         while (call := self.calls.get()) is not None:
             future, function = call
             if future.set_running_or_notify_cancel():
                 future.set_result(function())
-        return done.result()
+        return awaited.result()
 
 
 class AsyncEngine:
-    """Steps `engine` in the one thread of `thread`, within `precision()`, whenever there are requests. For use within
-    one event loop, which alone changes its state."""
+    """Steps `engine` in the thread of `thread`, within `precision()`, while there are requests. All other methods run
+    in one event loop."""
 
     def __init__(
         self, engine: Rollout, precision: Callable[[], AbstractContextManager[None]], thread: Executor
@@ -70,10 +70,10 @@ class AsyncEngine:
         self.engine, self.precision, self.thread = engine, precision, thread
         self.numbers = itertools.count()
         self.clients: dict[int, Client] = {}  # by request id
-        self.joining: list[Request] = []  # they are added in the next step
-        self.leaving: list[int] = []  # requests that are aborted then
-        self.ended: list[int] = []  # episodes that are forgotten then
-        self.between_turns: set[int] = set()  # episodes whose last turn is answered, and whose next may come soon
+        self.joining: list[Request] = []  # added in the next step
+        self.leaving: list[int] = []  # ids of requests, aborted in the next step
+        self.ended: list[int] = []  # episodes, forgotten in the next step
+        self.between_turns: set[int] = set()  # episodes whose last turn is answered; the next may come soon
         self.all_back = asyncio.Event()  # set while `between_turns` is empty
         self.all_back.set()
         self.pumping: asyncio.Task | None = None
@@ -81,12 +81,12 @@ class AsyncEngine:
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: Hashable, goes_on: bool
     ) -> Completion:
-        """Returns the response to a prompt, a turn of `episode`. `goes_on`: the prompt of its next turn begins with
-        this one and the response, as far as is known.
+        """Returns the response to a prompt, a turn of `episode`. `goes_on`: the next turn's prompt will probably begin
+        with this prompt and response.
 
         Raises:
             ValueError: the engine cannot answer it.
-            EngineError: the engine raised.
+            EngineError: the engine failed.
         """
         request = Request(next(self.numbers), prompt_ids, sampling, seed, episode=episode if goes_on else None)
         self._is_back(episode)
@@ -98,7 +98,7 @@ class AsyncEngine:
         self.joining.append(request)
         self._wake()
         try:
-            return await client.done
+            return await client.future
         finally:
             if self.clients.pop(request.id, None):  # it is still in the engine, or on its way there
                 self.leaving.append(request.id)
@@ -135,7 +135,7 @@ class AsyncEngine:
         return bool(self.joining or self.leaving or self.ended or self.clients)
 
     async def _take(self) -> tuple[list[Request], list[int], list[int]]:
-        """Takes what the next step begins with: requests that join, and that leave, and episodes that are over."""
+        """Takes the input of the next step: requests that join, ids of those that leave, and episodes that are over."""
         taken = self.joining, self.leaving, self.ended
         self.joining, self.leaving, self.ended = [], [], []
         return taken
@@ -153,38 +153,38 @@ class AsyncEngine:
             self.engine.forget(ended)
             finished = self.engine.step() if self.engine.has_unfinished_requests() else []
             beat()
-            for done in finished:
-                if client := self.clients.get(done.id):
-                    self.engine.check_completion(client.request, done)
+            for completion in finished:
+                if client := self.clients.get(completion.id):
+                    self.engine.check_completion(client.request, completion)
             return Step(refused, finished)
 
     def _deliver(self, step: Step) -> None:
-        """Hands out what a step brought; those who have left meanwhile get nothing."""
+        """Answers the clients of a step's results; those that have left get nothing."""
         for number, error in step.refused:
             if client := self._pop_waiting(number):
-                client.done.set_exception(error)
-        for done in step.finished:
-            if client := self._pop_waiting(done.id):
+                client.future.set_exception(error)
+        for completion in step.finished:
+            if client := self._pop_waiting(completion.id):
                 if client.episode is not None:
                     self.between_turns.add(client.episode)
                     self.all_back.clear()
-                client.done.set_result(done)
+                client.future.set_result(completion)
 
     def _pop_waiting(self, number: int) -> Client | None:
         client = self.clients.pop(number, None)
-        return None if client is None or client.done.done() else client  # it may just have been cancelled
+        return None if client is None or client.future.done() else client  # it may just have been cancelled
 
     def _on_pump_end(self, pumping: asyncio.Task) -> None:
-        """Starts again if requests came meanwhile; if the engine raised, tells every client, and has it forget them."""
+        """Restarts if requests came meanwhile; if the engine raised, fails all clients and aborts their requests."""
         self.pumping = None
         if pumping.cancelled():
             return
         if (error := pumping.exception()) is None:
-            if self._has_work():  # it came after the last check
+            if self._has_work():  # a request came after the last check
                 self._wake()
             return
         logger.error("the engine raised; the requests in flight are lost", exc_info=error)
         self.leaving += self.clients
         self.joining = []
         for client in filter(None, map(self._pop_waiting, [*self.clients])):
-            client.done.set_exception(EngineError(f"the engine raised {type(error).__name__}: {error}"))
+            client.future.set_exception(EngineError(f"the engine raised {type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""Defines the hook `forward`: how models are computed. The core's leaves them to PyTorch and transformers."""
+"""Defines the hook `forward`: how models compute. The core's leaves that to PyTorch and transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,28 +15,27 @@ class Forward:
     """Leaves layers as they are, and batches padded; the base of forwards that do more.
 
     Attributes:
-        trial: tries whether a forward is to be used.
+        trial: checks whether a forward may be used.
     """
 
     trial: type[Trial] = Trial
 
     def start_process(self) -> None:
-        """Sets up a process that is ours alone, before anything is loaded."""
+        """Sets up a process that only this run uses, before anything is loaded."""
 
-    def give_back_memory(self) -> None:
-        """Gives back what loading has left behind."""
+    def release_memory(self) -> None:
+        """Releases memory that loading has left allocated."""
 
     def prepare(self, model: PreTrainedModel) -> Callable[..., Any] | None:
-        """Exchanges layers of `model`, of the same names and weights. Returns a forward, (model, micro, temperature,
-        ask) → TokenScores, that takes each prompt once and is to be tried; None: there is no other than the padded."""
+        """Replaces layers of `model`, keeping names and weights. Returns a forward to be tried, (model, micro,
+        temperature, ask) → TokenScores, that computes each prompt once; None: there is only the padded one."""
         return None
 
     def batches(self, model: PreTrainedModel, config: RolloutConfig) -> tuple[type, ...]:
-        """Lists the kinds of `RunningBatch` by which `model` may generate, the fast ones first, to be tried; none: the
-        engine's own."""
+        """Lists the kinds of `RunningBatch` to be tried for generation, the fastest first; none: the engine's own."""
         return ()
 
 
 def forward_of(settings: ModelConfig) -> Forward:
-    """Finds the forward that model.kernels names; auto: that of extras/kernels, where it is."""
+    """Makes the forward that model.kernels names; auto: that of extras/kernels, if it is present."""
     return find("forward", "kernels" if settings.kernels == "auto" and has("forward", "kernels") else "off")()

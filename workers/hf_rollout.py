@@ -61,7 +61,7 @@ def sampling_kinds(rows: Sequence[RunningRow], device: torch.device) -> dict[Sam
     indices: dict[SamplingParams, list[int]] = {}
     for index, row in enumerate(rows):
         indices.setdefault(replace(row.request.sampling, max_tokens=0, stop_token_ids=()), []).append(index)
-    return {kind: on_device(rows_of_kind, device) for kind, rows_of_kind in indices.items()}
+    return {kind: device_tensor(rows_of_kind, device) for kind, rows_of_kind in indices.items()}
 
 
 class RunningBatch:
@@ -84,7 +84,7 @@ class RunningBatch:
         self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
         self.max_num_batched_tokens, self.max_kept_tokens = max_num_batched_tokens, max_kept_tokens
         self.stop_ids = frozenset(stop_ids)
-        self._set_alive([], on_device([], module.device))
+        self._set_alive([], device_tensor([], module.device))
 
     def _set_alive(self, rows: list[RunningRow], last: Tensor) -> None:
         """Goes on with these `rows`, whose newest tokens are `last`, [b] on the device."""
@@ -147,14 +147,14 @@ class RunningBatch:
         source = [index for index, answers in enumerate(prompts.values()) for _ in answers]
         rows = [self._row(request) for answers in prompts.values() for request in answers]
         device, lengths = logits.device, [*map(len, prompts)]
-        ends, last = self._draw(rows, sampling_kinds(rows, device), logits[on_device(source, device)])
+        ends, last = self._draw(rows, sampling_kinds(rows, device), logits[device_tensor(source, device)])
         for index in ends:
             self._left(rows[index], prefilled, source[index])
         if len(ends) < len(rows):
             stays = sorted({*range(len(rows))}.difference(ends))
             longest = max(row.request.sampling.max_tokens for row in rows)
             self._keep(prefilled, lengths, [source[index] for index in stays], longest)
-            last = torch.cat([self.last, last[on_device(stays, device)]])
+            last = torch.cat([self.last, last[device_tensor(stays, device)]])
             self._set_alive(self.alive + [rows[index] for index in stays], last)
         return [rows[index].completion(self.weight_version) for index in ends]
 
@@ -183,7 +183,7 @@ class RunningBatch:
         """Ends the rows at `indices` [n], ascending; returns them."""
         ended = [self.alive[index] for index in indices]
         order = self._forget(indices)
-        self._set_alive([self.alive[index] for index in order], self.last[on_device(order, self.last.device)])
+        self._set_alive([self.alive[index] for index in order], self.last[device_tensor(order, self.last.device)])
         return ended
 
     def _draw(
@@ -191,7 +191,7 @@ class RunningBatch:
     ) -> tuple[list[int], Tensor]:
         """Gives each of `rows` [b] its next token. Returns the indices of those that end by it, ascending, and the
         tokens, [b], on the device."""
-        uniforms = on_device(np.array([row.uniforms.random() for row in rows]), logits.device)
+        uniforms = device_tensor(np.array([row.uniforms.random() for row in rows]), logits.device)
         sampled, log_probs = sample_rows(logits, kinds, uniforms)
         # The one time in a step that the host waits for the device. Token ids are exact in float64.
         drawn = torch.stack([sampled.double(), log_probs.double()]).tolist()
@@ -218,7 +218,7 @@ class Rows:
 
     def select(self, rows: Sequence[int]) -> "Rows":
         """Returns the rows at the indices `rows` [n], which may repeat; the old ones may not be used any more."""
-        indices = on_device(rows, self.ids.device)
+        indices = device_tensor(rows, self.ids.device)
         if self.cache is not None:
             self.cache.reorder_cache(indices)
         return replace(self, ids=self.ids[indices], mask=self.mask[indices], media=[self.media[row] for row in rows])
@@ -438,7 +438,7 @@ class HFRollout(Rollout):
         self.set_up.close()
 
 
-def on_device(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+def device_tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     """Copies numbers of the host to `device`, without waiting for it: int64 from a list."""
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
     return to_device(torch.from_numpy(array), device)
@@ -449,7 +449,7 @@ def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.de
     width = max(map(len, prompts))
     ids = np.array([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = np.array([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return on_device(ids, device), on_device(mask, device)
+    return device_tensor(ids, device), device_tensor(mask, device)
 
 
 def inputs_of(module: PreTrainedModel, ids: Tensor, mask: Tensor, new: slice, media: Sequence[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Starts the workers of a run that is ready, trains with them, and ends them."""
+"""Starts the workers of a prepared run, trains with them, and ends them."""
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -24,14 +24,14 @@ from workers.ray_group import start_pools, worker_summary
 
 
 class Launch:
-    """A run that is ready to start: `RayPPOTrainer` without roles, of a data set and a reward.
+    """A run that is ready to start: a `RayPPOTrainer` that has its data set and reward, but no workers yet.
 
     Args:
-        trainer_class: `RayPPOTrainer`, or a subclass, which then goes before that of trainer.cls.
+        trainer_class: `RayPPOTrainer`, or a subclass, which then replaces that of trainer.cls.
         config: of `configs.loader.compose`; or a mapping or DictConfig of settings, which are checked here.
         train_dataset: rows or states, of any class (docs/data.md); one without a tokenizer gets the run's.
         reward_fn: a reward manager, or a function in any form of docs/rewards.md.
-        environment: of env.id, to be closed at the end; plan: made of `config`. Without a plan, both are made here.
+        environment: of env.id, closed at the end. plan: made from `config`. Without a plan, both are made here.
 
     Raises:
         ValueError: the parts do not fit together; names the setting or the row.
@@ -58,9 +58,9 @@ class Launch:
             train_dataset, val_dataset = build_datasets(plan, environment, train_dataset, val_dataset)
             reward_fn = build_reward(plan, environment, reward_fn)
         self.plan, self.environment = plan, environment
-        self.trainer: RayPPOTrainer | None = None  # once there are workers
+        self.trainer: RayPPOTrainer | None = None  # once workers run
         self.parts = prepare(plan, train_dataset, reward_fn, val_dataset, environment)
-        size = self.parts.train_loader.batch_size  # a default may not fit
+        size = self.parts.train_loader.batch_size  # the default may have been lowered
         self.config = with_settings(plan.config, {"data.train_batch_size": size})
 
     @users_line_noted()
@@ -85,7 +85,7 @@ class Launch:
                 reward=parts.reward,
                 train_loader=parts.train_loader,
                 val_loader=parts.val_loader,
-                game=parts.game,
+                env_setup=parts.env_setup,
                 total_steps=parts.total_steps,
             )
             self.trainer.began = parts.began
@@ -107,12 +107,12 @@ def close(environment: Any) -> None:
 
 
 def action_of(config: Config) -> type:
-    """Finds what is done with a trainer: to train, if no setting asks for another thing."""
+    """Returns the class that trainer.action names: `Training`, or an extra's."""
     return find("action", config.trainer.action)
 
 
 def settle(config: Config) -> Config:
-    """Returns the settings by which a run acts."""
+    """Returns the settings that the run's action uses: a dry run reduces them."""
     return action_of(config).settle(config)
 
 

@@ -71,9 +71,9 @@ class ModelWorker:
         if module.adapter.name and rank() == 0:
             trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
             print(f"{module.adapter.name}: {trained:,} of {module.num_parameters():,} parameters are trained.")
-        specs = sorted((ROLES[name] for name in roles), key=lambda spec: spec.turn)
+        specs = sorted((ROLES[name] for name in roles), key=lambda spec: spec.build_order)
         self.roles: dict[str, Any] = {spec.name: spec.builder()(self) for spec in specs}
-        forward_of(policy.model).give_back_memory()
+        forward_of(policy.model).release_memory()
 
     @cached_property
     def policy(self) -> TrainEngine:
@@ -119,8 +119,8 @@ class ColocatedRollout:
 
     @cached_property
     def agent_loop(self) -> AgentLoop:
-        game = worker_env_setup(self.config, self.tokenizer) if self.config.env.id else None
-        return AgentLoop(self.config, self.tokenizer, self.engine, game)
+        env_setup = worker_env_setup(self.config, self.tokenizer) if self.config.env.id else None
+        return AgentLoop(self.config, self.tokenizer, self.engine, env_setup)
 
     def generate_sequences(
         self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int, episodes: bool
@@ -130,8 +130,8 @@ class ColocatedRollout:
         with ExitStack() as contexts:
             contexts.enter_context(forked_rng(derive_seed(seed, "rows", first_row)))  # other rows have other draws
             if not self.engine.own_weights:
-                contexts.enter_context(self.policy.at_work())
-                contexts.enter_context(self.policy.parallel.whole(self.policy.module))
+                contexts.enter_context(self.policy.on_device())
+                contexts.enter_context(self.policy.parallel.full_weights(self.policy.module))
             self.sync.check_gathered()
             if self.engine.lost_weights:
                 self.update_weights(self.engine.weight_version)
@@ -167,8 +167,8 @@ def build_rollout(worker: ModelWorker) -> ColocatedRollout:
     config, policy = worker.config.actor_rollout_ref.rollout, worker.policy
     kind = load_rollout_class(config.name)
     # An engine may try itself out, which takes all weights and the precision of the run.
-    full_weights = nullcontext() if kind.own_weights else policy.parallel.whole(policy.module)
-    with policy.at_work(), full_weights, policy.autocast():
+    full_weights = nullcontext() if kind.own_weights else policy.parallel.full_weights(policy.module)
+    with policy.on_device(), full_weights, policy.autocast():
         engine = build_engine(kind, config, worker.tokenizer, policy.module)
     rollout = ColocatedRollout(worker.config, worker.tokenizer, engine, policy)
     if engine.own_weights:

@@ -62,13 +62,13 @@ class Replicas:
         """Gives `model` a method that computes by its weights."""
         setattr(model, name, method)
 
-    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
+    def set_gather_dtype(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
         """Chooses, once `model` computes, what depends on a trial of it: `problem` says what is wrong now; without a
         trial as `sibling`, a model of the same weights, has chosen."""
 
     # It computes.
 
-    def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
+    def on_device(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
         """Returns the block in which `model` computes, and its weights are read and written; blocks may nest."""
         return nullcontext
 
@@ -79,7 +79,7 @@ class Replicas:
         """Says whether weights that a forward has used are the same tensors in the next."""
         return True
 
-    def whole(self, model: nn.Module) -> AbstractContextManager:
+    def full_weights(self, model: nn.Module) -> AbstractContextManager:
         """Holds all of `model` in every worker for the block, in which their numbers of forwards may differ."""
         return nullcontext()
 

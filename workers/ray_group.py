@@ -27,7 +27,7 @@ from data.files import locked
 from data.seeding import derive_seed, seed_everything
 from training.roles import WorkerError, WorkerLost
 from workers.collectives import TIMEOUT, connect, join_group, open_store
-from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, stacks, state_of
+from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, describe_process, stacks
 from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
 from workers.model_worker import ModelWorker
@@ -80,7 +80,7 @@ class RayWorkerGroup:
             placement = reserve(resources)
             cleanup.callback(ray.util.remove_placement_group, placement)
             cleanup.callback(ray_store().delete, self.name, del_by_prefix=True)
-            self.workers, self.places = [], []
+            self.workers, self.processes = [], []
             if folder and len(ray.nodes()) > 1:
                 self._check_is_shared(folder, placement)
             for index in range(self.size):
@@ -88,7 +88,7 @@ class RayWorkerGroup:
                 self.workers.append(remote_class(resources, placement, index).remote(*settings, f"{self.name}/{index}"))
                 cleanup.callback(ray.kill, self.workers[-1])
             ip = ray.util.get_node_ip_address()
-            self.places = self._wait("start", [each.place.remote(ip) for each in self.workers])
+            self.processes = self._wait("start", [worker.pid_and_host.remote(ip) for worker in self.workers])
             if self.size > 1:
                 alone = resources.nodes == 1  # on a machine
                 [address] = self._wait("open_store", [self.workers[0].open_store.remote(self.size, alone)])
@@ -102,9 +102,9 @@ class RayWorkerGroup:
         that look import nothing of ours, so they end long before a worker would have started."""
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         bundles = ray.util.placement_group_table(placement)["bundles_to_node_id"]
-        where = [bundle_of(placement, index) for index in bundles]
+        strategies = [bundle_of(placement, index) for index in bundles]
         with NamedTemporaryFile(dir=folder, prefix=".seen_") as new:
-            tasks = [ray.remote(num_cpus=0, scheduling_strategy=each)(os.path.exists) for each in where]
+            tasks = [ray.remote(num_cpus=0, scheduling_strategy=strategy)(os.path.exists) for strategy in strategies]
             answers = self._wait("look", [task.remote(new.name) for task in tasks])
         if blind := [hosts[node] for node, sees in zip(bundles.values(), answers, strict=True) if not sees]:
             raise ConfigError(f"trainer.default_local_dir: {blind} do not see {folder}: name a shared disk.")
@@ -116,7 +116,7 @@ class RayWorkerGroup:
 
     def wait_for(self, verb: str) -> Wait:
         """Makes what watches over the workers while something is waited for."""
-        return Wait(verb, self.places, self._newest_beat, self.stall_timeout)
+        return Wait(verb, self.processes, self._newest_beat, self.stall_timeout)
 
     def _newest_beat(self, rank: int) -> Beat | None:
         text = ray_store().get(f"{self.name}/{rank}")
@@ -192,8 +192,9 @@ class RayPending:
     def _death(self, rank: int, error: Exception) -> WorkerLost:
         session = ray.get_runtime_context()
         logs = f"{session.get_temp_dir()}/{session.get_session_name()}/logs"
-        name = self.wait.name(rank) + "".join(f" ({state_of(*each)})" for each in self.wait.places[rank : rank + 1])
+        process = "".join(f" ({describe_process(*ids)})" for ids in self.wait.processes[rank : rank + 1])
         cause = " ".join(line for line in str(error).splitlines() if line[:1] != "\t").rstrip(".")  # those are numbers
+        name = self.wait.name(rank) + process
         return WorkerLost(f"worker {name} died in {self.wait.verb}: {cause}. Its log is there, under {logs}.")
 
 
@@ -283,7 +284,7 @@ class RemoteWorker:
         start_process(n_threads, model)
         seed_everything(seed)
 
-    def place(self, driver: str) -> tuple[int, str]:
+    def pid_and_host(self, driver: str) -> tuple[int, str]:
         """Returns this process, and its machine's address if the driver's is another."""
         host = ray.util.get_node_ip_address()
         return os.getpid(), "" if host == driver else host

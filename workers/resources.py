@@ -39,8 +39,8 @@ class Resources:
         return cls(nodes * workers_a_node, threads.number, min(gpus, 1), nodes, threads.origin, trainer.patience)
 
     def __str__(self) -> str:
-        each = f"{Threads(self.threads, self.threads_from)}, {self.gpus or 'no'} GPU"
-        return f"{plural(self.workers, 'worker')} × ({each}) on {plural(self.nodes, 'machine')}"
+        worker = f"{Threads(self.threads, self.threads_from)}, {self.gpus or 'no'} GPU"
+        return f"{plural(self.workers, 'worker')} × ({worker}) on {plural(self.nodes, 'machine')}"
 
     @property
     def workers_a_node(self) -> int:
@@ -75,8 +75,8 @@ def resources_line(pools: Sequence[Resources], on_ray: bool, folder: str = ".") 
     joined = on_ray and joins_cluster()
     present = machines() if joined else [{"CPU": available_cores()[0], "GPU": torch.cuda.device_count()}]
     marks = dict.fromkeys(KINDS, "") | dict.fromkeys(lacking(pools, present, on_ray), "✗ ")
-    each = Counter(", ".join(f"{marks[name]}{machine.get(name, 0):g} {name}" for name in KINDS) for machine in present)
-    available = " + ".join(f"{plural(count, 'machine')} × ({text})" for text, count in each.items())
+    texts = Counter(", ".join(f"{marks[key]}{machine.get(key, 0):g} {key}" for key in KINDS) for machine in present)
+    available = " + ".join(f"{plural(count, 'machine')} × ({text})" for text, count in texts.items())
     if joined:
         free = ", ".join(f"{ray.available_resources().get(name, 0):g} {name}" for name in KINDS)
         available = f"Ray at {ray.get_runtime_context().gcs_address}, {available}, free: {free}"

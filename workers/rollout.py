@@ -237,7 +237,7 @@ class Rollout:
             ("token id", done.token_ids, numbers.Integral, 0, last, f"they are integers from 0 to {last}"),
             ("log-prob", done.log_probs, numbers.Real, -math.inf, ROUNDED, "they are numbers, and not above 0"),
         ):
-            fits = all(issubclass(each, kind) and each is not bool for each in {*map(type, values)})
+            fits = all(issubclass(type_, kind) and type_ is not bool for type_ in {*map(type, values)})
             if fits and low <= min(values, default=low) <= max(values, default=low) <= high:
                 continue  # there may be millions
             for value in values:

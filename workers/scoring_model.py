@@ -77,7 +77,7 @@ def scoring_model(
         problem = choose_forward(model, settings, trial, dtype)
         if problem is None:
             model.adapter.check(model, partial(trained_log_probs, batch=ragged_batch(model, SHORTEST)), TOLERANCE)
-            model.parallel.settle(model, partial(trial.problem, dtype))
+            model.parallel.set_gather_dtype(model, partial(trial.problem, dtype))
     if problem is not None:
         raise ConfigError(
             f"{type(model).__name__} does not score a row beside others, or in training, as alone and in eval mode "
@@ -108,7 +108,7 @@ def take_forward(model: PreTrainedModel, settings: ModelConfig, sibling: PreTrai
     packed = model.kernels.prepare(model) or padded_scores
     set_forward(model, packed if sibling.shares_prompts else padded_scores, sibling.shares_prompts)
     model.set_attn_implementation(attention_of(sibling))
-    model.parallel.settle(model, lambda: None, sibling)
+    model.parallel.set_gather_dtype(model, lambda: None, sibling)
 
 
 def choose_forward(model: PreTrainedModel, settings: ModelConfig, trial: Trial, dtype: torch.dtype) -> str | None:

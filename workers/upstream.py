@@ -36,49 +36,49 @@ ray = _Ray()
 
 @cache
 def ray_store() -> SimpleNamespace:
-    """Returns get, put and delete of Ray's own table, for signs of life: workers that are stuck can write there."""
+    """Returns get, put and delete of Ray's key-value store, for signs of life: a stuck worker can still write there."""
     from ray.experimental import internal_kv as table
 
     return SimpleNamespace(get=table._internal_kv_get, put=table._internal_kv_put, delete=table._internal_kv_del)
 
 
 def ray_address_file() -> Path:
-    """Returns where `ray start` writes its address; Ray itself reads it only when it joins."""
+    """Returns the file to which `ray start` writes its address; Ray reads it only when it joins."""
     return Path(ray._private.utils.get_ray_address_file(None))
 
 
 def take_ray_token() -> None:
-    """Has Ray read its token, if there is one, which it does for the address "auto" alone."""
+    """Has Ray read its token, if there is one; by itself, Ray does so only for the address "auto"."""
     from ray._private.authentication import authentication_token_setup as setup
 
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def memory_of_vllm() -> Any:
-    """Returns the class of vLLM's that names the memory which processes share on a CPU, the same in all runs."""
+    """Returns the class by which vLLM names the shared memory of its processes on a CPU, the same name in all runs."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     return cpu_communicator._CPUSHMDistributed
 
 
 def vllm_ops() -> Any:
-    """Returns vLLM's operators, one of which binds a whole process's memory."""
+    """Returns vLLM's operators, one of which binds the memory of the whole process."""
     return torch.ops._C
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Returns the attention that `set_attn_implementation` has set, which nothing public tells."""
+    """Returns the attention set by `set_attn_implementation`; there is no public getter."""
     return model.config._attn_implementation
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
-    """Returns whether `model` has LoRA's matrices; then only they are trained."""
+    """Says whether `model` has LoRA matrices; then only they are trained."""
     return model._hf_peft_config_loaded
 
 
 @contextmanager
 def without_adapter(model: PreTrainedModel) -> Iterator[None]:
-    """Has `model.save_pretrained` write the config of a whole model, as it would not for one with an adapter."""
+    """Has `model.save_pretrained` write the full config, which it leaves out for a model with an adapter."""
     before, model._hf_peft_config_loaded = model._hf_peft_config_loaded, False
     try:
         yield

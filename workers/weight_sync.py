@@ -1,7 +1,7 @@
-"""Brings the policy's weights to its engine after every step, and checks that the engine samples by them: one with a
-copy must have been handed every weight, and the log-probs of a few tokens that it draws must be the trainer's.
+"""Brings the policy's weights to its engine after every step, and checks that the engine samples by them: an engine
+with a copy must have been handed every weight, and a few tokens that it draws must have the trainer's log-probs.
 
-`TABLE["sync"]` names what adds to that: extras/certificate compares the bits.
+`TABLE["sync"]` names further checks: extras/certificate compares the bits.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,16 +23,16 @@ from workers.forward_check import trained_log_probs
 from workers.rollout import Rollout, sample_of
 
 PROMPT_TOKENS, TOKENS = 16, 8  # of a probe: at most
-PROBE_EVERY = 32  # versions, of an engine without a copy: nothing is sent, and a probe takes a tenth of a small step
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # largest |Δ log-prob|; what rounding does is far below
+PROBE_EVERY = 32  # versions, for engines without a copy: nothing is sent, and a probe takes a tenth of a small step
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # largest |Δ log-prob|; rounding stays far below
 LISTED = 5  # names in an error
 
 
 class WeightSync:
-    """Brings the weights of `policy` to `engine`; the base of what checks more.
+    """Brings the weights of `policy` to `engine`; the base of syncs that check more.
 
     Attributes:
-        gathers: whether it looks at what an engine without a copy samples by (`check_gathered`).
+        gathers: whether `check_gathered` checks the weights that an engine without a copy samples by.
     """
 
     gathers = False
@@ -51,19 +51,19 @@ class WeightSync:
             RuntimeError: the engine does not sample by these weights; says what it was handed.
         """
         engine, policy, metrics = self.engine, self.policy, {"rollout/weight_version": float(version)}
-        # A probe is drawn always of an engine with a copy of the weights, now and then of another that may be probed.
+        # Engines with a copy of the weights are probed in every sync, others (if they can be) now and then.
         draws_probe = engine.own_weights or (engine.is_probed and version % PROBE_EVERY == 1)
         if not (self.gathers or draws_probe):
             engine.load_weights(policy.weights(), version)
             return metrics
         self.sent = {}
-        with policy.at_work():
+        with policy.on_device():
             problems = self.hand_over(version)
         if draws_probe:
             with ExitStack() as contexts:
                 if not engine.own_weights:
-                    contexts.enter_context(policy.at_work())
-                    contexts.enter_context(policy.parallel.whole(policy.module))
+                    contexts.enter_context(policy.on_device())
+                    contexts.enter_context(policy.parallel.full_weights(policy.module))
                 contexts.enter_context(policy.autocast())
                 probe = draw_probe(engine, policy.module.config.get_text_config().vocab_size)
             probe, scored = score_probe(policy, probe)
@@ -82,23 +82,23 @@ class WeightSync:
         engine, module, adapter, expected = self.engine, self.policy.module, self.policy.adapter, set()
         adds = engine.takes_adapter
         if not adds or engine.lost_weights:
-            engine.load_weights(self.passing(self.policy.weights(merged=not adds)), version)
+            engine.load_weights(self.record_sent(self.policy.weights(merged=not adds)), version)
             if engine.own_weights:
                 expected |= revert_weight_conversion(module, empty_weights(module)).keys()
         if adds:
-            engine.load_adapter(self.passing(adapter.own_weights(module)), version)
-            expected |= {adapter.saved_name(name) for name, _ in module.named_parameters() if adapter.is_own(name)}
+            engine.load_adapter(self.record_sent(adapter.adapter_weights(module)), version)
+            expected |= {*map(adapter.saved_name, filter(adapter.is_adapter_weight, dict(module.named_parameters())))}
         missing = sorted(expected.difference(self.sent))
-        return [f"it was never handed {in_short(missing)}"] if missing else []
+        return [f"it was never handed {first_names(missing)}"] if missing else []
 
-    def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the `weights`, each noted as it is taken."""
+    def record_sent(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the `weights`, and notes each in `sent`."""
         for name, tensor in weights:
             self.sent[name] = tensor.nbytes
             yield name, tensor
 
     def compare_log_probs(self, probe: DataProto, scored: Tensor) -> list[str]:
-        """Says whether the engine's log-probs of a probe are other ones than the policy's, which `scored` it."""
+        """Returns the problem if the engine's log-probs of a probe differ from the policy's, `scored`; else []."""
         distance, limit = largest_distance(probe, scored), TOLERANCES[self.policy.dtype]
         problem = f"the log-probs of a probe differ from the trainer's by up to {distance:.2g}, above {limit:g}"
         return [] if distance < limit else [problem]
@@ -112,18 +112,18 @@ class WeightSync:
 
     @staticmethod
     def held_by_vllm(worker: Any) -> tuple[torch.dtype, dict[str, int]] | None:
-        """Returns a number for each weight that vLLM's `worker` has, in this dtype; None: it takes none."""
+        """Returns the dtype and a checksum of each weight that vLLM's `worker` holds; None: it takes none."""
         return None
 
 
 def sync_class() -> type[WeightSync]:
-    """Finds the last of `TABLE["sync"]` that this copy has."""
+    """Returns the last of `TABLE["sync"]` whose extra is present."""
     return find("sync", [*present("sync")][-1])
 
 
 def draw_probe(engine: Rollout, vocab_size: int) -> DataProto | None:
-    """Has the engine answer a prompt that is no text, always by the same seed: a rollout of one row, in the rank that
-    leads it."""
+    """Has the engine answer a fixed prompt of arbitrary tokens, by a fixed seed: a rollout of one row, on the rank that
+    asks the engine; None on others."""
     config = engine.config
     prompt = [7 * index % vocab_size for index in range(min(PROMPT_TOKENS, config.prompt_length))]
     max_tokens = min(TOKENS, config.response_length)
@@ -136,7 +136,7 @@ def draw_probe(engine: Rollout, vocab_size: int) -> DataProto | None:
 
 
 def score_probe(policy: TrainEngine, probe: DataProto | None) -> tuple[DataProto, Tensor]:
-    """Scores what this rank's engine has drawn by the policy; None: another rank leads that engine. All ranks score.
+    """Scores by the policy the probe that this rank's engine has drawn (None: on another rank). All ranks score.
 
     Returns:
         the rollout of one row, and the trainer's log-probs of its response, [1, R].
@@ -152,6 +152,6 @@ def largest_distance(probe: DataProto, scored: Tensor) -> float:
     return ((probe.batch["rollout_log_probs"] - scored) * probe.batch["response_mask"]).abs().max().item()
 
 
-def in_short(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     hidden = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {hidden} more" if hidden > 0 else "")

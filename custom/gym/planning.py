@@ -1,7 +1,6 @@
-"""Optimal play by the transition table of a small environment: what a perfect player would do, and ways to a state.
+"""Computes optimal play from the transition table of a small environment: best actions, and shortest paths.
 
-gymnasium's toy_text environments keep such a table. Pure functions over it; which of them a reward uses is
-custom/gym/text_env.py's business.
+gymnasium's toy_text environments keep such a table. custom/gym/text_env.py decides which function a reward uses.
 """
 
 from collections import deque
@@ -19,7 +18,7 @@ def transition_table(env: gym.Env) -> Table | None:
 
 
 def best_actions(table: Table, discount: float = 0.99, tie: float = 1e-9) -> np.ndarray:
-    """Iterates values: [S, A] bool, true for each action whose value is within `tie` of its state's best.
+    """Marks the best actions of each state, [S, A] bool, by value iteration: those within `tie` of the best value.
 
     Values are in units of the largest reward; the table's states and actions are numbered from 0.
     """
@@ -50,7 +49,7 @@ def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
     return paths
 
 
-def useful_ways(table: Table, best: np.ndarray, start: int) -> list[tuple[int, ...]] | None:
+def decisive_paths(table: Table, best: np.ndarray, start: int) -> list[tuple[int, ...]] | None:
     """Lists the shortest paths to states in which some action is better than another; None: a transition is random."""
     paths = shortest_paths(table, start)
     return [path for state, path in paths.items() if not best[state].all()] if paths else None

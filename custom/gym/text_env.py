@@ -234,7 +234,7 @@ class TextEnv:
             ways = self.credit.ways(seed) or None  # of a reset without better moves any state will do
         elif world.table is not None:
             world.play(seed, ())
-            ways = world.ways()
+            ways = world.decisive_paths()
         if ways is None:
             walk = world.random_walk(int(rng.integers(2**31)), int(rng.integers(self.max_walk + 1)))
             world.play(seed, walk)

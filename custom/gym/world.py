@@ -12,7 +12,7 @@ from gymnasium.envs.registration import find_highest_version, parse_env_id
 
 from configs.errors import warns_of_close
 from configs.import_utils import load_module
-from custom.gym.planning import Table, best_actions, transition_table, useful_ways
+from custom.gym.planning import Table, best_actions, decisive_paths, transition_table
 from custom.gym.texts import PlainText, mark_ansi
 from data.types import check_reward, check_text
 
@@ -74,7 +74,7 @@ class World:
 
     def __init__(self, env: gym.Env, env_id: str, acts: PlainText, write: Callable[[Any, Any], str] | None) -> None:
         self.env, self.env_id, self.acts, self.write = env, env_id, acts, write
-        self.seed, self.actions, self._ways = 0, [], {}
+        self.seed, self.actions, self._paths = 0, [], {}
 
     def play(self, seed: int, actions: Sequence[Any]) -> None:
         """Resets and plays `actions`, up to the one that would end the episode."""
@@ -139,12 +139,12 @@ class World:
         """[S, A] bool: the optimal actions of each state, by the table."""
         return best_actions(self.table)
 
-    def ways(self) -> list[tuple[int, ...]] | None:
+    def decisive_paths(self) -> list[tuple[int, ...]] | None:
         """Lists the shortest ways from here, by the table, to states in which some action is better than another."""
         start = self.env.unwrapped.s
-        if start not in self._ways:
-            self._ways = {start: useful_ways(self.table, self.best, start)}
-        return self._ways[start]
+        if start not in self._paths:
+            self._paths = {start: decisive_paths(self.table, self.best, start)}
+        return self._paths[start]
 
     def close(self) -> None:
         """Closes the environment; an error is a warning."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.schema import Config
 from data.protocol import DataProto
-from training.core_algos import Groups, alike
+from training.core_algos import Groups, is_close
 from training.episode_rows import EpisodeRows
 from training.mini_batches import rows_by_prompt
 from training.ray_trainer import RayPPOTrainer, Rollouts
@@ -75,8 +75,8 @@ def rows_with_signal(batch: DataProto, metric: str, low: float | None = None, hi
     groups = Groups(batch.uid[episodes.last_row], episodes.is_complete()[:, None])
     has_signal, means = groups.differ(values), groups.mean(values)
     for bound, reaches in ((low, torch.ge), (high, torch.le)):
-        has_signal &= bound is None or reaches(means, bound) | alike(means, torch.tensor(bound))
-    return has_signal[episodes.of_row]
+        has_signal &= bound is None or reaches(means, bound) | is_close(means, torch.tensor(bound))
+    return has_signal[episodes.episode_of_row]
 
 
 def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:

@@ -87,7 +87,7 @@ def pair_loss(
     """
     groups, is_row = Groups(group_ids[:, 0], response_mask), response_mask.bool().any(-1)
     log_ratio = zero_masked(log_prob - reference, response_mask)
-    scores, u = groups.level(masked_mean(advantages, response_mask, axis=-1)), log_ratio.sum(-1)
+    scores, u = groups.snap_ties(masked_mean(advantages, response_mask, axis=-1)), log_ratio.sum(-1)
     best, worst = (is_row & first_of_group(scores, groups, how) for how in ("amax", "amin"))
     margins = groups.reduce(zero_masked(u, best), "sum") - groups.reduce(zero_masked(u, worst), "sum")
     differ = best & (groups.reduce(scores, "amax") > groups.reduce(scores, "amin"))

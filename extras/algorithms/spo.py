@@ -47,7 +47,7 @@ class SuccessTracker(Stage):
         check_scores(scores[complete])
         counters = self.state.setdefault("counters", {})
         values = [successes / (successes + failures) for successes, failures in self.counts(positions)]
-        batch.batch["tracked_values"] = torch.tensor(values)[episodes.of_row]
+        batch.batch["tracked_values"] = torch.tensor(values)[episodes.episode_of_row]
         answered = [number for number, is_complete in enumerate(complete.tolist()) if is_complete]
         numbers = {positions[number]: number for number in answered}  # the last of each row's answers
         kept, metrics = self.kept_shares(ends.select_idxs([*numbers.values()]), [*numbers], timing)

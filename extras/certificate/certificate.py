@@ -18,7 +18,7 @@ from data.protocol import DataProto
 from workers.collectives import Peers, gather, rank
 from workers.engine import TrainEngine
 from workers.rollout import Rollout
-from workers.weight_sync import WeightSync, in_short
+from workers.weight_sync import WeightSync, first_names
 
 MOVED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # where the trainer's log-probs move by more, the engine's move too
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
@@ -92,8 +92,8 @@ class Certificate(WeightSync):
         answer = self.engine.held_weights()
         return answer and Checksums(*answer)
 
-    def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in super().passing(weights):
+    def record_sent(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().record_sent(weights):
             if self.dtype:
                 self.sums[name] = bit_sum(tensor, self.dtype)
             yield name, tensor
@@ -122,18 +122,18 @@ class Certificate(WeightSync):
         if known not in (None, sums) and len(stale) == len(engine.sums):
             return ["it holds exactly what it held before, and the actor's have changed"], None
         # In the policy, and in an engine that adds them itself.
-        adapters, engine_adapters = ([name for name in each.sums if adapter.is_own(name)] for each in (sums, engine))
+        adapters, engine_adapters = ([*filter(adapter.is_adapter_weight, each.sums)] for each in (sums, engine))
         expected = sums.total(without=adapters)
         if self.engine.takes_adapter:
             expected, engine_adapters = sums.total(), []
-            stale.sort(key=adapter.is_own, reverse=True)  # the frozen never move
+            stale.sort(key=adapter.is_adapter_weight, reverse=True)  # the frozen never move
         elif adapters:
             frozen, expected = expected, Checksums(self.dtype, self.sums).total(tied_names(self.policy))
             if expected == frozen and any(sums.sums[name] for name in adapters if ".lora_B." in name):
                 return ["LoRA's matrices were not added to what it was handed"], None
         if engine.total(without=engine_adapters) == expected:
             return [], None
-        return [], f"the numbers that it holds are not these. Unchanged there: {in_short(stale) or 'none'}"
+        return [], f"the numbers that it holds are not these. Unchanged there: {first_names(stale) or 'none'}"
 
     def compare_log_probs(self, drawn: DataProto, scored: Tensor) -> list[str]:
         problems, names = super().compare_log_probs(drawn, scored), ("responses", "rollout_log_probs")

@@ -41,7 +41,7 @@ class HeldTeacher:
         """Finds the likeliest tokens of each place that the policy filled, and their log-probs; 0 elsewhere."""
         policy, shape = self.policy, (*batch.batch["responses"].shape, self.topk)
         log_probs, ids = torch.zeros(shape), torch.zeros(shape, dtype=torch.long)
-        with policy.at_work(), policy.autocast():
+        with policy.on_device(), policy.autocast():
             for micro in cut_share(batch, policy.log_prob_size, [], policy.module):
                 logits = policy.module.token_scores(micro, self.temperature, ["log_probs", "logits"]).logits
                 top = logits[..., : self.vocabulary].topk(self.topk)

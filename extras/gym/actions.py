@@ -49,7 +49,7 @@ class ActionShares(Stage):
     at = "prepared"
 
     def __call__(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
-        game, reader = self.trainer.game, self.trainer.reward
+        game, reader = self.trainer.env_setup, self.trainer.reward
         environment = reader.environment if game is None and isinstance(reader, OfEnvironment) else None
         if game is not None:
             reader, environment = game.reader, game.environment

@@ -16,8 +16,6 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
-from custom.gym.texts import Range
-
 MAX_NUMBERS = 100  # that an array may have to be written out
 BAR = 16  # characters
 LARGEST = float(np.finfo(np.float32).max)
@@ -52,12 +50,14 @@ class SpaceText:
         if names is not None and (not isinstance(space, ARRAYS) or (len(names),) != space.shape):
             raise ValueError(f"{len(names)} observation_names for {space}: they name the numbers of a flat array")
 
-    def write(self, observation: Any, names: Sequence[str] | None = None, ranges: Iterable[Range] = ()) -> str:
+    def write(
+        self, observation: Any, names: Sequence[str] | None = None, ranges: Iterable[Sequence[float]] = ()
+    ) -> str:
         """An observation in text.
 
         An array has its last axis in lines, numbers rounded to a thousandth of their range or, unbounded, to three
         digits; `names` go before those of a flat one. A dict has a line for each key. What else there is: `str`.
-        A number of `fractions_of` has a bar behind it if it has one of `ranges`.
+        A number of `fractions` has a bar behind it if it has one of `ranges`.
         """
         space, part_text, ranges = self.space, partial(SpaceText, fixed_width=self.fixed_width), iter(ranges)
         if isinstance(space, ARRAYS):
@@ -84,6 +84,17 @@ class SpaceText:
         if isinstance(space, spaces.Graph):
             return "\n".join(graph_lines(space, observation, part_text))
         return str(observation)
+
+    def fractions(self, observation: Any) -> list[float]:
+        """The numbers of an observation that bars can show, in order: those of Boxes that need not be whole."""
+        if has_fractions(space := self.space):
+            return np.ravel(observation).tolist()
+        entries = []
+        if isinstance(space, spaces.Dict):
+            entries = [(part, observation[key]) for key, part in space.items()]
+        elif isinstance(space, spaces.Tuple):
+            entries = [*zip(space, observation, strict=True)]
+        return [number for part, value in entries for number in SpaceText(part).fractions(value)]
 
     def how_to_answer(self) -> str:
         space = self.space
@@ -185,18 +196,6 @@ def array_text(numbers: np.ndarray) -> str:
 
 def has_fractions(space: gym.Space) -> bool:
     return isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
-
-
-def fractions_of(space: gym.Space, observation: Any) -> list[float]:
-    """The numbers of an observation that bars can show, in order: those of Boxes that need not be whole."""
-    if has_fractions(space):
-        return np.ravel(observation).tolist()
-    entries = []
-    if isinstance(space, spaces.Dict):
-        entries = [(part, observation[key]) for key, part in space.items()]
-    elif isinstance(space, spaces.Tuple):
-        entries = [*zip(space, observation, strict=True)]
-    return [number for entry in entries for number in fractions_of(*entry)]
 
 
 def bar(value: float, low: float, high: float) -> str:

@@ -12,13 +12,12 @@ from functools import cached_property
 from statistics import fmean, pstdev
 from typing import Any, Protocol, runtime_checkable
 
+from configs.import_utils import find
 from configs.schema import SuccessConfig
-from custom.gym.texts import Range
 from data.concurrency import run_in_background
 from data.protocol import DataProto
 from data.seeding import derive_seed, rng_state, set_rng_state
 from data.types import Metrics, Observer
-from extras.gym.space_text import fractions_of
 from training.environment import episode_seeds
 from workers.agents.user_code import Overdue, in_thread
 
@@ -30,7 +29,7 @@ Moment = tuple[str, float, bool]  # text of an observation, reward, whether the 
 logger = logging.getLogger(__name__)
 
 
-def try_out(environment: Any) -> tuple[float, SuccessConfig | None, Sequence[Range] | None]:
+def try_out(environment: Any) -> tuple[float, SuccessConfig | None, Sequence[Sequence[float]] | None]:
     """Plays a few random walks twice, in a thread, as episodes are.
 
     Returns the worst reward of a legal action, at most 0; the rule of success: if there is none, what a walk has found
@@ -58,7 +57,7 @@ class Trial:
         before, self.moves_seen = self.moves_seen, self.moves
         return self.moves_seen != before
 
-    def play(self) -> tuple[float, SuccessConfig | None, Sequence[Range] | None]:
+    def play(self) -> tuple[float, SuccessConfig | None, Sequence[Sequence[float]] | None]:
         worst, worlds = 0.0, {}
         try:
             for seed in range(WALKS):
@@ -87,17 +86,17 @@ class Trial:
             if terminated or truncated:
                 return
 
-    def ranges(self, world: Any) -> Sequence[Range] | None:
+    def ranges(self, world: Any) -> Sequence[Sequence[float]] | None:
         """Returns the lowest and the highest value of each number that has a bar, in random play."""
         environment, env = self.environment, world.env
         if environment.observation_style != "bars" or environment.observation_ranges or not environment.writes_out:
             return environment.observation_ranges
-        numbers = []
+        written, numbers = find("environment", "spaces")(env.observation_space), []
         for seed in range(WALKS_FOR_RANGES):
             env.action_space.seed(seed)
             observation, over, moves = env.reset(seed=seed)[0], False, 0
             while not over and moves < MOVES_FOR_RANGES:
-                numbers.append(fractions_of(env.observation_space, observation))
+                numbers.append(written.fractions(observation))
                 observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
                 over, moves, self.moves = terminated or truncated, moves + 1, self.moves + 1
         return [[min(values), max(values)] for values in zip(*numbers, strict=True)]
@@ -131,9 +130,9 @@ class RandomPlayer(Observer):
     has_warned = False
 
     def validated(self, step: int, batches: Sequence[DataProto], metrics: Metrics) -> None:
-        if self.run.game is None or not self.returns:
+        if self.run.env_setup is None or not self.returns:
             return
-        source, expected = self.run.game.environment.env_id, fmean(self.returns)
+        source, expected = self.run.env_setup.environment.env_id, fmean(self.returns)
         metrics[f"val-aux/{source}/random_player/return/mean@1"] = expected
         names = (f"val-{section}/{source}/return/mean@1" for section in ("core", "aux"))
         reached = next((metrics[name] for name in names if name in metrics), expected)
@@ -150,7 +149,7 @@ class RandomPlayer(Observer):
     @cached_property
     def returns(self) -> list[float]:
         """The returns of the episodes that could be played in time; []: too few."""
-        environment, seeds = self.run.game.environment, episode_seeds(self.run.config.env)[:MOST_EPISODES]
+        environment, seeds = self.run.env_setup.environment, episode_seeds(self.run.config.env)[:MOST_EPISODES]
         if not seeds or not isinstance(environment, DrawsActions) or not environment.repeatable:
             return []
         chance, returns = rng_state(), list[float]()

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import compress, count, islice
 from statistics import fmean
 from typing import Any
 
@@ -22,6 +22,7 @@ Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
 OF_A_RESET = 4  # rows: few of many are more unlike than many of few
 MOST_IDLE = 1000  # resets, one after the other, without a row
+BLIND = 4  # resets of the best player, of which one is played on at random
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
 
 
@@ -76,21 +77,28 @@ class Demonstrations:
 
     def rows_of(self, index: int) -> list[Row]:
         """Returns the rows of a reset, a few: every other a training state, else its start, and where play leads to
-        from there. States in which the best player knows no better move than any other are left out."""
+        from there. States in which the best player knows no better move than any other are left out.
+
+        Of the best player's resets one in BLIND is played on at random: its own moves would tell a secret it knows.
+        """
         seed, from_start = self.environment.train_seed(index), index % 2 == 0 or not self.environment.repeatable
         start = self.environment.start_state(seed) if from_start else self.environment.get_state(index, seed)
         self.begin(index, start.seed, start.actions)
-        turns = (turn for turn in self.play() if self.tells_apart(turn[0]))
-        return [self.row(state, answer) for state, answer in islice(turns, OF_A_RESET)]
+        is_blind = self.name == "best" and index // 2 % BLIND == 0
+        turns = enumerate(self.play(1.0 if is_blind else EXPLORES))
+        rows = (self.row(*turn, is_blind or not number) for number, turn in turns if self.tells_apart(turn[0]))
+        return [*islice(rows, OF_A_RESET)]
 
-    def row(self, state: Any, answer: str) -> Row:
-        """Returns a row, with the `values` of moves where they are known, for `settle`."""
+    def row(self, state: Any, answer: str, is_blind: bool) -> Row:
+        """Returns a row, for `settle` with the values of moves where they are known, and whether moves led to the state
+        that are blind to what is hidden."""
         row = {"prompt": self.dataset.messages(state), "response": answer}
         credit = self.environment.credit if self.name == "best" else None
-        return row if credit is None else row | {"values": credit.values(state)}
+        return row if credit is None else row | {"values": credit.values(state), "is_blind": is_blind}
 
     def settle(self, rows: list[Row]) -> list[Row]:
-        """Returns rows without values, those of one text with the answer that is best by the mean of their values.
+        """Returns rows without values, those of one text with the answer that is best by the mean of their values, or
+        of those alone that blind moves led to.
 
         So nothing that the text does not show, as a secret or chance to come, has a part in what is best.
         """
@@ -99,7 +107,8 @@ class Demonstrations:
             of_text[str(row["prompt"])] += [row] if "values" in row else []
         start = self.environment.start_state(self.environment.train_seed(0))
         for alike in of_text.values():
-            values = [row.pop("values") for row in alike]
+            is_blind = [row.pop("is_blind") for row in alike]
+            values = [*compress(every := [row.pop("values") for row in alike], is_blind)] or every
             compared = [move for move in values[0] if all(move in each for each in values)] if values else []
             means = {move: fmean(each[move] for each in values) for move in compared}
             answers = [self.write(move, start) for move in self.environment.credit.best_of(means)] if means else []

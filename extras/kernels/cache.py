@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from workers.hf_rollout import on_device
+from workers.hf_rollout import device_tensor
 
 BLOCK = 64  # columns added when the memory is full
 GROWTH = 1 / 8  # of the places of prompts, at least, when others join while these are answered
@@ -110,7 +110,7 @@ class RowCache(Cache):
         if len(answered) > len(self._unanswered) or width > self.prompt_width:
             self._resize_prompts(len(answered), width)
         places = self._unanswered[: len(answered)]
-        sources, targets = on_device(answered, self.device), on_device(places, self.device)
+        sources, targets = device_tensor(answered, self.device), device_tensor(places, self.device)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
             layer.put_prompts(targets, prompts.keys[sources, :, -width:], prompts.values[sources, :, -width:])
         prompt_of_row = np.concatenate([self.prompt_of_row, places[new_places]])
@@ -126,7 +126,7 @@ class RowCache(Cache):
         left, ended = len(self) - len(gone), set(gone)
         movers, gaps = [row for row in range(left, len(self)) if row not in ended], [row for row in gone if row < left]
         if gaps:
-            to, moved = on_device(gaps, self.device), on_device(movers, self.device)
+            to, moved = device_tensor(gaps, self.device), device_tensor(movers, self.device)
             for layer in self.layers:
                 for memory in (layer.keys, layer.values):
                     memory[to, :, self.first : self.end] = memory[moved, :, self.first : self.end]
@@ -229,9 +229,9 @@ class RowCache(Cache):
         self._is_in_order = np.array_equal(slots, np.arange(len(members)))
         lengths = self.lengths[prompt_of_row]
         self._is_ragged = bool((starts != self.first).any() or (lengths != self.prompt_width).any())
-        self._members = on_device(members.reshape(len(self.lengths), most), self.device)
-        self._slots, self._row_lengths = on_device(slots, self.device), on_device(lengths, self.device)
-        self.positions = on_device((lengths + self.end - starts)[:, None], self.device)
+        self._members = device_tensor(members.reshape(len(self.lengths), most), self.device)
+        self._slots, self._row_lengths = device_tensor(slots, self.device), device_tensor(lengths, self.device)
+        self.positions = device_tensor((lengths + self.end - starts)[:, None], self.device)
 
     def _resize_prompts(self, more: int, width: int) -> None:
         """Makes room for the prompts that rows answer, and for `more` of this width; other prompts are dropped.
@@ -244,7 +244,7 @@ class RowCache(Cache):
             more = max(more, int(GROWTH * len(answered)))
             width += BLOCK if width > self.prompt_width else 0
         width = max([width, *lengths.tolist()])
-        places = on_device(answered, self.device)
+        places = device_tensor(answered, self.device)
         for layer in self.layers:
             layer.resize_prompts(places, len(answered) + more, width)
         self.lengths = np.concatenate([lengths, np.zeros(more, dtype=np.int64)])

@@ -24,9 +24,9 @@ from workers.hf_rollout import (
     RunningBatch,
     RunningRow,
     SeparateRows,
+    device_tensor,
     inputs_of,
     last_logits,
-    on_device,
     pad_left,
 )
 
@@ -74,7 +74,7 @@ class SharedPrompts(LaidOut):
     def _set_alive(self, rows: list[RunningRow], last: Tensor) -> None:
         super()._set_alive(rows, last)
         shifts = [media.shift if media else 0 for media in (media_of(row.request.prompt_ids) for row in rows)]
-        self.shifts = on_device(shifts, last.device)[:, None] if any(shifts) else 0  # of positions, by images
+        self.shifts = device_tensor(shifts, last.device)[:, None] if any(shifts) else 0  # of positions, by images
 
     def join(self, requests: Sequence[Request]) -> list[Completion]:
         self.turns.episodes.update(request.episode for request in requests if request.episode is not None)

@@ -32,7 +32,7 @@ class Kernels(Forward):
     def start_process(self) -> None:
         start_process()
 
-    def give_back_memory(self) -> None:
+    def release_memory(self) -> None:
         """Gives all free memory of this process, in which models were loaded, back to the operating system."""
         if IS_GLIBC:
             ctypes.CDLL(None).malloc_trim(0)

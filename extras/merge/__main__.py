@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from extras.merge.card import push, write_card
 from training.checkpoint import FILE_ERRORS, read_part, unreadable
-from training.model_shards import MODEL, Shards, check_names, once
+from training.model_shards import MODEL, Shards, check_names, distinct_tensors
 
 HUGGINGFACE = "huggingface"
 NO_MEGATRON = "--backend megatron: verl reads those shards: python -m verl.model_merger merge --backend megatron …"
@@ -36,7 +36,7 @@ def merge(local_dir: Path, target_dir: Path) -> None:
     check_links(local_dir)
     if any(target_dir.glob("*.safetensors")):
         raise ValueError(f"--target_dir {target_dir} holds weights already: name another folder.")
-    weights = Shards(local_dir / MODEL).whole() if (local_dir / MODEL).is_dir() else read_ranks(local_dir)
+    weights = Shards(local_dir / MODEL).read_all() if (local_dir / MODEL).is_dir() else read_ranks(local_dir)
     if any(".lora_" in name for name in weights):
         raise ValueError(f"{local_dir} holds LoRA's matrices alone, for peft: its weights are in {HUGGINGFACE}/.")
     config = AutoConfig.from_pretrained(source)
@@ -46,7 +46,7 @@ def merge(local_dir: Path, target_dir: Path) -> None:
     try:
         with torch.device("meta"):
             model = getattr(transformers, kind)(config)
-        check_names(weights, once(model), model.state_dict())
+        check_names(weights, distinct_tensors(model), model.state_dict())
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
     except FILE_ERRORS as error:

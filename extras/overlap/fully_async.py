@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -58,13 +57,11 @@ class AsyncRollout(ApartRollout):
         return call
 
     def take_finished(self, calls: Sequence[int], wait: Wait) -> dict[int, list[DataProto]]:
-        """Waits a moment; returns the answers to those of `calls` that are whole, once, by rank. Raises as Wait.check
-        does."""
+        """Waits a moment; returns the answers to those of `calls` that are whole, once, by rank; raises as `wait`."""
         taken = self.group.submit("generator", "take", [(calls, LEARNS.get())] * self.group.size).result()
         for rank, call, rows in ((rank, *item) for rank, part in enumerate(taken) for item in part.items()):
             self.answered[call][rank] = rows
-        ranks = range(self.group.size)
-        wait.late = [rank for rank in ranks if any(rank not in self.answered[call] for call in calls)]
+        wait.late = [rank for rank in range(self.group.size) if any(rank not in self.answered[call] for call in calls)]
         wait.check()
         whole = [call for call in calls if len(self.answered[call]) == self.group.size]
         return {call: [rows for _, rows in sorted(self.answered.pop(call).items())] for call in whole}
@@ -79,7 +76,7 @@ class Ahead(RayPPOTrainer):
 
     Attributes:
         learnt: the step whose update made the present weights.
-        positions: of the rows that are under way, by the step that drew them.
+        positions, epochs: of the rows that are under way, by the step that drew them.
         record, plan: names of the groups that each step learns from, and those of the run that is played again.
         stops: steps after which that run was resumed.
     """
@@ -90,6 +87,7 @@ class Ahead(RayPPOTrainer):
         super().__init__(*args, roles={**roles, "rollout": AsyncRollout(**vars(roles["rollout"]))}, **kwargs)
         self.learnt = 0
         self.positions: dict[int, list[int]] = {}
+        self.epochs: dict[int, int] = {}
         self.plan: dict[int, list[str]] = {}
         self.stops: Collection[int] = ()
 
@@ -103,6 +101,7 @@ class Ahead(RayPPOTrainer):
             return self.train_loader.batch_of(self.positions[step])
         rows = self.train_loader.next_batch()
         self.positions[step] = rows["dataset_position"].tolist()
+        self.epochs[step] = self.train_loader.epoch  # later: rows of other steps have been drawn meanwhile
         return rows
 
     def sync(self, timing: dict[str, float]) -> Metrics:
@@ -117,7 +116,7 @@ class Ahead(RayPPOTrainer):
             self.stop_reason = f"trainer.replay: that run was resumed after step {step}. Give this command again."
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"positions": self.positions, "learnt": self.learnt}
+        return super().state() | {"positions": self.positions, "epochs": self.epochs, "learnt": self.learnt}
 
     def resume(self) -> None:
         """Begins the record behind the checkpoint that the run goes on from, and reads that of trainer.replay."""
@@ -125,14 +124,15 @@ class Ahead(RayPPOTrainer):
         if not trainer.val_only:
             step = int(folder.name.rpartition("_")[2]) if folder else 0
             self.stops = self.roles["generator"].all("start", step)[0]
-            self.record = Record(self.folder / GROUPS, step, itemgetter("step"))
+            self.record = Record(self.folder / GROUPS, step, lambda entry: entry["step"])
         if trainer.replay:
             self.plan = {entry["step"]: entry["groups"] for entry in read_metrics(Path(trainer.replay) / GROUPS)}
         super().resume()
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self.positions, self.learnt = state.get("positions", {}), state.get("learnt", self.global_step)
+        self.positions, self.epochs = state.get("positions", {}), state.get("epochs", {})
+        self.learnt = state.get("learnt", self.global_step)
 
 
 class Strict(Ahead):
@@ -160,6 +160,7 @@ class Strict(Ahead):
             rollouts, seconds = self.coming.pop(step).result()
         del self.positions[step]
         timing |= seconds
+        rollouts.metrics["training/epoch"] = self.epochs.pop(step, self.train_loader.epoch)
         return rollouts
 
     def collect_timed(self, step: int) -> tuple[Rollouts, dict[str, float]]:
@@ -178,8 +179,6 @@ class Strict(Ahead):
 class FirstCome(Ahead):
     """Learns from the groups of samples that are finished first, whichever step has drawn their prompts: no long answer
     holds up a step, but one that takes long may be older than trainer.max_staleness.
-
-    Which groups a step has learnt from is written to groups.jsonl, and a run that is played again goes by that file.
 
     Attributes:
         groups: step and position of the row of each group that is not learnt from yet, by name.
@@ -210,7 +209,8 @@ class FirstCome(Ahead):
         if "episode" in batch:
             check_failures(batch, self.config.env.max_failed_fraction)
         self.groups = {name: row for name, row in self.groups.items() if name not in names}
-        return Rollouts(batch, metrics | reward_metrics(batch) | {"training/epoch": self.train_loader.epoch})
+        epoch = {"training/epoch": self.epochs.pop(step, self.train_loader.epoch)}
+        return Rollouts(batch, metrics | reward_metrics(batch) | epoch)
 
     def begin(self, step: int) -> None:
         """Draws the rows of a step, and has the samples of each begun by themselves."""

@@ -199,8 +199,8 @@ class Generator:
         """Has the engine see all weights, and be awake."""
         policy = self.rollout.policy
         if not self.rollout.engine.own_weights:
-            self.contexts.enter_context(policy.at_work())
-            self.contexts.enter_context(policy.parallel.whole(policy.module))
+            self.contexts.enter_context(policy.on_device())
+            self.contexts.enter_context(policy.parallel.full_weights(policy.module))
         self.rollout.sync.check_gathered()
         self.rollout.engine.wake_up()
         self.is_open = True

@@ -42,7 +42,7 @@ class ApartRollout(RolloutRole):
 
     def link(self) -> None:
         """Joins the first learner and all workers of this pool."""
-        alone = not any(host for group in (self.learners, self.group) for _, host in group.places)  # on one machine
+        alone = not any(host for group in (self.learners, self.group) for _, host in group.processes)  # on one machine
         wire = [(1 + self.group.size, alone)] * self.learners.size
         address = self.learners.submit("sender", "open", wire).result()[0]
         ends = [(address, place + 1, 1 + self.group.size) for place in range(self.group.size)]
@@ -112,7 +112,7 @@ class Sender(WireEnd):
     def move(self) -> int:
         """Sends the weights; returns the sum of their bits."""
         bits, parallel = 0, self.policy.parallel
-        with self.policy.at_work():
+        with self.policy.on_device():
             for weight in self.trained_weights():
                 full = parallel.full(weight.detach())
                 if rank() == 0:
@@ -130,7 +130,7 @@ class Receiver(WireEnd):
     def move(self) -> tuple[int, None]:
         """Takes the weights that are sent; returns the sum of their bits."""
         bits, policy = 0, self.policy
-        with policy.at_work():
+        with policy.on_device():
             for weight in self.trained_weights():
                 full = torch.empty(weight.shape, dtype=weight.dtype, device=policy.device)
                 bits += self.broadcast(full)

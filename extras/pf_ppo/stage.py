@@ -31,7 +31,7 @@ def draw_rows(batch: DataProto, settings: PFPPOConfig, seed: int) -> Tensor:
     if len(completed) == 0:
         return torch.arange(len(batch))
     episodes = EpisodeRows(batch)
-    scores = episodes.scores()[episodes.of_row[completed]]
+    scores = episodes.scores()[episodes.episode_of_row[completed]]
     weights = pf_ppo_weights(scores, settings.reweight_method, settings.weight_pow)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(weights, len(batch), replacement=True, generator=generator)

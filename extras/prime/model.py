@@ -43,7 +43,7 @@ class ProcessRewardModel(TrainedModel):
         policy produced no token."""
         computed = {}
         if "prm_log_probs" in columns:
-            with self.engine.at_work(), self.engine.autocast():
+            with self.engine.on_device(), self.engine.autocast():
                 scores = score(self.engine.module, batch, self.score_size, temperature=1.0)
             computed["prm_log_probs"] = scores.log_probs
         if "prm_ref_log_prob" in columns:
@@ -58,7 +58,7 @@ class ProcessRewardModel(TrainedModel):
         """
         metrics, log_probs = PooledMetrics(), torch.zeros(batch.batch["responses"].shape)
         names = ["response_mask", *(name for name in LEARNS_FROM if name in batch.batch)]
-        with forked_rng(update.seed), self.engine.at_work():
+        with forked_rng(update.seed), self.engine.on_device():
             micro_batches = cut_share(batch, self.update_size, names, self.engine.module)
             losses = (self.micro_batch_loss(micro, update, metrics, log_probs) for micro in micro_batches)
             stepped = self.engine.update(losses, update.step)

@@ -221,7 +221,7 @@ def state_of(run: RunRecord) -> str:
     state = "killed" if run.start else "ended"
     try:
         with (run.folder / LOCK).open("rb") as file:
-            if not lock(file, looks=True):
+            if not lock(file, shared=True):
                 return "running"
     except FileNotFoundError:
         pass

@@ -70,7 +70,7 @@ def sample_rows(
     records = []
     for number in numbers:
         last = episodes.last_row[number]
-        rows = [token_lists(batch, row, texts) for row in (episodes.of_row == number).nonzero()[:, 0].tolist()]
+        rows = [token_lists(batch, row, texts) for row in (episodes.episode_of_row == number).nonzero()[:, 0].tolist()]
         label = columns["reward_model"][last] if "reward_model" in columns else None
         record = {
             "step": step,

@@ -46,7 +46,7 @@ class LearnedReward:
             for matrix in plain_matrices(self.model):
                 matrix.data = matrix.to(self.dtype)
             self.model.to(device)
-        self.at_work = parallel.at_work(self.model)
+        self.on_device = parallel.on_device(self.model)
         self.longest = config.max_length or position_count(self.model.config.get_text_config())
         self.tokenizer = tokenizer
         self.own_tokenizer = reward_tokenizer(config.model, tokenizer)
@@ -57,7 +57,7 @@ class LearnedReward:
         scores = torch.zeros(len(rows))
         parts = self.parts([len(ids) for ids in rows])
         missing = max(gather(len(parts))) - len(parts)  # in each forward the ranks gather sharded weights together
-        with self.at_work():
+        with self.on_device():
             for part in parts:
                 scores[part] = self.forward([rows[row] for row in part])
             for _ in range(missing):

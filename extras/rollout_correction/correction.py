@@ -34,7 +34,7 @@ from training.losses import (
     register_policy_loss,
     zero_masked,
 )
-from training.roles import OF_POLICY
+from training.roles import POLICY_COLUMNS
 
 
 class RolloutCorrection(Stage):
@@ -49,7 +49,7 @@ class RolloutCorrection(Stage):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        absent = estimator_needs(config.algorithm.adv_estimator) & set(OF_POLICY) - {"old_log_probs"}
+        absent = estimator_needs(config.algorithm.adv_estimator) & set(POLICY_COLUMNS) - {"old_log_probs"}
         if absent and config.algorithm.rollout_correction.bypass_mode:
             raise ConfigError(
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs {sorted(absent)}, for which algorithm."

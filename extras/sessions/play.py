@@ -26,7 +26,7 @@ from extras.sessions.settings import FUNCTION
 from extras.tools.parsers import ToolParser, read_json
 from extras.tools.shared_loop import Agent, SharedCall, UsersEpisode, slots
 from training.environment import AGENT_KEY, PROGRAM
-from training.episode_rows import BROUGHT
+from training.episode_rows import LOOP_SCORE
 from workers.agents.episode import EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
 from workers.agents.user_code import in_thread
 
@@ -160,12 +160,12 @@ class ProgramEpisode(UsersEpisode):
         if failure is not None and not (session.is_full and failure.end_reason == "env_error"):
             last = last_lines(session.errors, 3) if failure.end_reason == "timeout" else ""
             text = f"{KEY}={self.rollout.agent.program}: {failure}{last and f'; its last lines: {last}'}"
-            return finish_samples(samples, failure.end_reason, {BROUGHT: 0.0}, session.requests, text)
+            return finish_samples(samples, failure.end_reason, {LOOP_SCORE: 0.0}, session.requests, text)
         end = end_of(rows[-1][-1].part.finish_reason, session.limits.response - len(samples[-1].token_ids))
         reason = "context_full" if session.is_full else end
         metrics = {"unproven": session.unproven_share, "rows": len(samples)}
-        finish_samples(samples, reason, {"__agent_metrics__": metrics, BROUGHT: 0.0}, session.requests)
-        samples[-1].extras[BROUGHT] = reward_in(0.0, session) if failure else reward
+        finish_samples(samples, reason, {"__agent_metrics__": metrics, LOOP_SCORE: 0.0}, session.requests)
+        samples[-1].extras[LOOP_SCORE] = reward_in(0.0, session) if failure else reward
         return samples
 
 

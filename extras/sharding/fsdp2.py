@@ -38,7 +38,7 @@ from configs.errors import notice_once
 from configs.schema import OptimConfig
 from data.pretrained import vision_of
 from extras.sharding.offload import bytes_trained, make_optimizer
-from extras.sharding.private_names import fill_empty, forget_forward, gather_in, part_of, sum_unused
+from extras.sharding.private_names import fill_empty, forget_forward, gather_in, shard_slices, sum_unused
 from extras.sharding.settings import shard_count
 from extras.sharding.tensor_parallel import by_mesh, same_on_peers, split_layers, sum_partial_gradients
 from workers.collectives import Peers, common_notice, gather, group_size, rank
@@ -105,7 +105,7 @@ class Sharding(Replicas):
         setattr(model, name, method)
         register_fsdp_forward_method(model, name)  # it gathers weights, as the forward does
 
-    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
+    def set_gather_dtype(self, model: PreTrainedModel, problem: Callable[[], str | None], sibling: Any = None) -> None:
         """Has weights gathered in `param_dtype`, if with them it scores as where only products round them."""
         if sibling is not None:
             gather_as(model, sibling.param_dtype)
@@ -121,11 +121,11 @@ class Sharding(Replicas):
             forget_forward(model, sharded_parts(model))
             gather_as(model, torch.float32)
 
-    def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
-        return partial(self._at_work, model)
+    def on_device(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
+        return partial(self._on_device, model)
 
     @contextmanager
-    def _at_work(self, model: nn.Module) -> Iterator[None]:
+    def _on_device(self, model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
@@ -140,7 +140,7 @@ class Sharding(Replicas):
         return model.stays_gathered
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Iterator[None]:
+    def full_weights(self, model: nn.Module) -> Iterator[None]:
         """Holds all of `model` in float32: forwards communicate nothing, so ranks may differ in how many they run."""
         parts = sharded_parts(model)
         self.reshard(model)
@@ -284,7 +284,7 @@ def local_shard(tensor: Tensor, target: Tensor | None) -> Tensor:
     if not isinstance(target, DTensor):
         return tensor
     mesh, placements = target.device_mesh, target.placements
-    part = tensor[part_of(target.shape, mesh, placements)]
+    part = tensor[shard_slices(target.shape, mesh, placements)]
     part = part.to(target.to_local().device).contiguous()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=target.shape, stride=target.stride())
 

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from configs.schema import OptimConfig
-from extras.sharding.private_names import part_of
+from extras.sharding.private_names import shard_slices
 from extras.sharding.tensor_parallel import by_mesh
 from workers.parallel import Replicas
 
@@ -40,8 +40,8 @@ class Offloaded(Replicas):
     def __init__(self, offload: Offload) -> None:
         self.offload = offload
 
-    def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
-        return Residence(model, self.offload.module).at_work
+    def on_device(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
+        return Residence(model, self.offload.module).on_device
 
     def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
         weights = 0 if self.offload.module else 4 * numbers
@@ -162,12 +162,12 @@ def first_number(weight: Tensor) -> int:
     """Counts the numbers of the whole tensor that are before this rank's part of it."""
     if not isinstance(weight, DTensor):
         return 0
-    cuts = part_of(weight.shape, weight.device_mesh, weight.placements)
+    cuts = shard_slices(weight.shape, weight.device_mesh, weight.placements)
     return sum(cut.start * stride for cut, stride in zip(cuts, weight.stride(), strict=True))
 
 
 class Residence:
-    """Keeps `module` on its device within the blocks of `at_work`, and otherwise, from now on, in main memory.
+    """Keeps `module` on its device within the blocks of `on_device`, and otherwise, from now on, in main memory.
 
     Args:
         offload: False: it stays on its device.
@@ -181,7 +181,7 @@ class Residence:
         self._leave(self.tensors)
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Brings the module to its device for the block; within another it does nothing."""
         if self.depth == 0:
             self._fetch()

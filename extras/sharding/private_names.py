@@ -13,15 +13,15 @@ SHARDS_LOGGER = "torch.distributed.tensor._redistribute"
 fill_empty = nn.Module._apply  # puts a function of each weight and buffer in its place: to_empty cannot tell them apart
 
 
-def part_of(shape: torch.Size, mesh: Any, placements: Any) -> tuple[slice, ...]:
-    """Returns where this rank's part of a tensor of that shape is."""
+def shard_slices(shape: torch.Size, mesh: Any, placements: Any) -> tuple[slice, ...]:
+    """Returns the slices of this rank's shard in the full tensor of that shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def state_of(part: Any) -> tuple[Any, list[Any]]:
+def fsdp_state(part: Any) -> tuple[Any, list[Any]]:
     """Returns FSDP2's state of a part, and its groups of weights, of which torch 2.11 has one or none."""
     state = torch.distributed.fsdp.fully_shard.state(part)
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -30,7 +30,7 @@ def state_of(part: Any) -> tuple[Any, list[Any]]:
 
 def gather_in(part: Any, dtype: torch.dtype) -> None:
     """Has FSDP2 gather the weights of a part in `dtype`: it reads its policy once, and keeps what it gathers into."""
-    for group in state_of(part)[1]:
+    for group in fsdp_state(part)[1]:
         if group.mp_policy.param_dtype != dtype:
             group.mp_policy = replace(group.mp_policy, param_dtype=dtype)
             for weight in group.fsdp_params:
@@ -44,7 +44,7 @@ def sum_unused(part: Any) -> None:
     if setter := getattr(part, "set_reduce_scatter_unused_params", None):
         setter(True, recurse=False)
     else:  # torch 2.11
-        for group in state_of(part)[1]:
+        for group in fsdp_state(part)[1]:
             group.post_backward = partial(_sum_with_zeros, group, group.post_backward)
 
 
@@ -62,7 +62,7 @@ def forget_forward(model: Any, parts: list[Any]) -> None:
         reset()
         return
     idle = import_module("torch.distributed.fsdp._fully_shard._fsdp_common").TrainingState.IDLE
-    for state, groups in map(state_of, parts):  # torch 2.11
+    for state, groups in map(fsdp_state, parts):  # torch 2.11
         state._state_ctx.iter_forward_root, state._training_state = None, idle
         state._modules_to_run_forward.clear()
         for group in groups:

@@ -159,8 +159,8 @@ class RLHFDataset(rl_dataset.RLHFDataset):
         bases = tuple(cls if base is rl_dataset.RLHFDataset else base for base in users.__bases__)
         users.__bases__ = bases if cls in bases else (*bases, cls)
 
-    def settle(self, tokenizer: PreTrainedTokenizerBase | None, config: DataConfig | Mapping[str, Any] | None) -> None:
-        super().settle(tokenizer, config)
+    def setup(self, tokenizer: PreTrainedTokenizerBase | None, config: DataConfig | Mapping[str, Any] | None) -> None:
+        super().setup(tokenizer, config)
         self._set_attributes(self.config)
 
     def _set_attributes(self, config: DataConfig) -> None:

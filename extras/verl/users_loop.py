@@ -23,7 +23,7 @@ from data.rl_dataset import get_dataset_class
 from data.rows import RUN_COLUMNS, beside, kwargs_in
 from data.types import Completion, Row, Sample, SamplingParams, check_reward
 from extras.tools.shared_loop import Agent, Asked, UsersEpisode
-from training.episode_rows import BROUGHT
+from training.episode_rows import LOOP_SCORE
 from workers.agents.episode import EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
 
 # What user code may ask of a request beside what SamplingParams has, and the values that change nothing here.
@@ -246,7 +246,7 @@ class LoopEpisode(UsersEpisode):
             score = output.reward_score if output is outputs[-1] else output.reward_score or 0.0
             if score is not None:
                 check_reward(score := float(score))
-            columns = beside(extra, taken, "extra") | {BROUGHT: score, "__agent_metrics__": dict(vars(output.metrics))}
+            columns = beside(extra, taken, "extra") | {LOOP_SCORE: score, "__agent_metrics__": {**vars(output.metrics)}}
             finish_samples([sample], reason, columns, output.num_turns or server.requests)
             samples.append(sample)
         if reason == "aborted":

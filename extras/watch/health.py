@@ -47,15 +47,15 @@ class Watch(Observer):
             ]
 
     def started(self, step: int) -> None:
-        if self.alarms and self.run.game is not None:
-            say_length(self.run.config, self.run.game.environment)
+        if self.alarms and self.run.env_setup is not None:
+            say_length(self.run.config, self.run.env_setup.environment)
         moves = compare_moves(self.run) if self.alarms else None
         if moves is not None and moves.teach_nothing:
             notice(moves.advice("training states"))
 
     def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
         if batch is not None:
-            if self.alarms and self.run.game is not None and not self.has_stepped:
+            if self.alarms and self.run.env_setup is not None and not self.has_stepped:
                 say_whose_tokens(self.run, metrics)
             self.has_stepped = True
             for alarm in self.alarms:
@@ -95,7 +95,7 @@ def say_whose_tokens(run: Any, metrics: Mapping[str, float]) -> None:
     legal, _ = readable_answers(metrics)
     if legal >= 0.5 or shown <= MOST_OF_OTHERS * (shown + answered):
         return
-    environment = run.game.environment
+    environment = run.env_setup.environment
     comment = environment.invalid_feedback if isinstance(environment, CommentsAnswers) else ""
     length = len(run.tokenizer.encode(f"{comment}\n", add_special_tokens=False)) if comment else 0
     comments = min(shown, metrics["invalid_actions/mean"] * length) / (shown + answered)

@@ -31,7 +31,7 @@ def print_samples(title: str, batch: DataProto, tokenizer: PreTrainedTokenizerBa
     numbers = spread(scores, count)
     columns = ("end_reason", "failure", *batch.meta_info.get("reward_extra_keys", ()))
     for shown, number in enumerate(numbers, start=1):
-        rows = (episodes.of_row == number).nonzero()[:, 0].tolist()
+        rows = (episodes.episode_of_row == number).nonzero()[:, 0].tolist()
         text = Text("\n").join(row_text(batch, row, tokenizer) for row in rows)
         text = without_middle([*text.wrap(console, console.width - BORDERS)])
         facts = {name: batch.get(name)[rows[-1]] for name in columns if name in batch}

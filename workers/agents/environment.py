@@ -38,17 +38,17 @@ class EnvEpisode(Episode):
     there, or else made, and given back at the end; one that failed is closed.
     """
 
-    def __init__(self, row: Row, game: EnvSetup, free: list[EnvSlot], apart: bool, timeout: float | None) -> None:
+    def __init__(self, row: Row, env_setup: EnvSetup, free: list[EnvSlot], apart: bool, timeout: float | None) -> None:
         self.prompt_ids = row["raw_prompt_ids"]
         self.seed, self.actions = row["extra_info"]["state"].seed, row["extra_info"]["state"].actions
         self.columns = {"success": None, "invalid_actions": 0, "reset_seed": self.seed}
-        self.game, self.free, self.apart, self.timeout = game, free, apart, timeout
+        self.env_setup, self.free, self.apart, self.timeout = env_setup, free, apart, timeout
         self.slot: EnvSlot | None = None
         self.played: list[Any] = []
         self.is_reset = self.is_usable = False
 
     async def start(self) -> None:
-        if not self.game.environment.repeatable:  # it may begin in another state than the row's
+        if not self.env_setup.environment.repeatable:  # it may begin in another state than the row's
             self.prompt_ids = await self._in_thread(self._begin)
 
     async def step(self, answer: str) -> Reply:
@@ -68,20 +68,20 @@ class EnvEpisode(Episode):
             result = await slot.thread.run(function, *arguments, deadline=self.timeout, cleanup=slot.close)
         except Overdue as error:
             way = f"after reset(seed={self.seed}) and actions {[*self.actions, *self.played]}"
-            raise TimeoutError(f"{self.game.environment.env_id}, {way}: {error} (env.timeout)") from None
+            raise TimeoutError(f"{self.env_setup.environment.env_id}, {way}: {error} (env.timeout)") from None
         self.is_usable = True
         return result
 
     def _reset(self) -> None:
         if self.slot.environment is None:
-            self.slot.environment = self.game.environment.clone()
+            self.slot.environment = self.env_setup.environment.clone()
         self.slot.environment.reset(self.seed, self.actions)
         self.is_reset = True
 
     def _begin(self) -> list[int]:
         """Resets the environment; returns the token ids of the first prompt."""
         self._reset()
-        prompt_ids = self.game.dataset.encode_state(self.slot.environment.state)
+        prompt_ids = self.env_setup.dataset.encode_state(self.slot.environment.state)
         if prompt_ids is None:
             raise ValueError("the first prompt is longer than data.max_prompt_length: raise it")
         return prompt_ids
@@ -89,15 +89,15 @@ class EnvEpisode(Episode):
     def _act(self, answer: str) -> Reply:
         if not self.is_reset:
             self._reset()
-        game, environment = self.game, self.slot.environment
-        action = game.reader.extract_action(answer)
+        env_setup, environment = self.env_setup, self.slot.environment
+        action = env_setup.reader.extract_action(answer)
         self.played += [] if action is None else [action]
         _, reward, _, _, info = environment.act(action)
         columns = {"success": info["success"], "invalid_actions": info["invalid"]}
         if info["end_reason"] is not None:
             return Reply(reward=reward, end_reason=info["end_reason"], columns=columns)
         if not self.apart:
-            return Reply(game.dataset.turn_messages(environment.state), reward=reward, columns=columns)
-        prompt_ids = game.dataset.encode_state(environment.state)
+            return Reply(env_setup.dataset.turn_messages(environment.state), reward=reward, columns=columns)
+        prompt_ids = env_setup.dataset.encode_state(environment.state)
         full = None if prompt_ids is not None else "context_full"
         return Reply(prompt_ids=prompt_ids, reward=reward, end_reason=full, columns=columns)

@@ -144,18 +144,6 @@ def places(batch: DataProto) -> list[int]:
     return batch.place.tolist()
 
 
-def test_further_prompts_are_asked_until_enough_groups_differ():
-    parts = collector(rows_of(TIE, DIFFER, TIE, TIE, DIFFER, DIFFER, TIE, DIFFER), FILTER)
-    timing: dict[str, float] = {}
-    batch, metrics = collected(parts, timing)
-    assert places(batch) == [1, 1, 4, 4] and texts(batch) == ["1", "0", "1", "0"]
-    assert metrics == ALL_SCORED | {"train/num_gen_batches": 3, "group/kept_frac": 0.5}  # of 6, 2 needed
-    parts.global_step = 2
-    batch, metrics = collected(parts, timing)  # from where the first step stopped: 6, 7, and round again
-    assert places(batch) == [7, 7, 1, 1]
-    assert metrics["train/num_gen_batches"] == 2
-
-
 def test_zero_is_no_limit():
     parts = collector(rows_of(*[TIE] * 30, DIFFER, DIFFER), FILTER, f"{MOST}=0")
     batch, metrics = collected(parts)

@@ -23,12 +23,6 @@ def test_the_table_names_each():
     assert ESTIMATORS.keys() == {name for name, path in TABLE["estimator"].items() if "extras.algorithms." in path}
 
 
-# The anchors of the specification.
-
-
-# What is peculiar to one.
-
-
 def test_turn_gae_by_hand():
     """Turns of 2, 1 and 1 tokens with an observation after the first; the first earns 1, and the last 2."""
     mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 0, 0, 0]])

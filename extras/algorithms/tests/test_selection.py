@@ -70,7 +70,7 @@ def test_groups_that_gdpo_learns_from_are_kept_though_their_scores_tie():
 @pytest.mark.parametrize("seed", range(5))
 def test_selection_counts_episodes(seed):
     transcript, turns = both(seed)
-    of_row = EpisodeRows(turns).of_row
+    of_row = EpisodeRows(turns).episode_of_row
     for metric in ("score", "correct"):
         assert torch.equal(rows_with_signal(turns, metric), rows_with_signal(transcript, metric)[of_row])
         for rows, others in zip(groups_by_signal(transcript, [metric]), groups_by_signal(turns, [metric]), strict=True):

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -309,35 +308,6 @@ def test_the_commands_of_the_page_compose():
 # A server
 
 
-class Server:
-    """Answers as vLLM's does, by a model of transformers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model, self.tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        self.room, self.words = 4096, self.tokenizer.decode
-
-    def __call__(self, method: str, path: str, body: dict | None) -> tuple[int, dict]:
-        if method == "GET":
-            return 200, {"data": [{"id": "teacher", "max_model_len": self.room}]}
-        return 200, {"choices": [{"prompt_logprobs": self.score(body["prompt"], body["prompt_logprobs"])}]}
-
-    @torch.no_grad()
-    def score(self, ids: list[int], count: int) -> list[dict | None]:
-        log_probs = self.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-        kept = [{*log_probs[place].topk(count).indices.tolist(), ids[place + 1]} for place in range(len(ids) - 1)]
-        return [None] + [
-            {str(token): {"logprob": row[token].item(), "decoded_token": self.words([token])} for token in tokens}
-            for row, tokens in zip(log_probs[:-1], kept, strict=True)
-        ]
-
-
-@pytest.fixture
-def server(teachers) -> Iterator[Server]:
-    made = Server(teachers[0])
-    with answering(made) as made.url:
-        yield made
-
-
 def check_served(url: str, teacher: Path, tiny_model: Path, folder: Path) -> None:
     """Holds what the server at `url` says, of the sampled tokens and of the likeliest, against the model itself."""
     served = ["distillation.enabled=true", f"distillation.teacher_models.x.base_url={url}"]
@@ -350,44 +320,41 @@ def check_served(url: str, teacher: Path, tiny_model: Path, folder: Path) -> Non
             assert torch.allclose(found.batch[name].double(), column.double(), atol=1e-4)
 
 
-def test_a_server_in_vllms_form_can_teach(tiny_model, teachers, tmp_path, server):
-    check_served(server.url, teachers[0], tiny_model, tmp_path)
-
-
-def test_our_server_can_teach(tiny_model, teachers, tmp_path):
+def test_our_server_can_teach_and_a_run_learns_from_it(tiny_model, teachers, tmp_path):
     fixtures = pytest.importorskip("extras.server.tests.fixtures")
     load_served = pytest.importorskip("extras.server.__main__").load_served
-    config = fixtures.compose(teachers[0])
+    config, taught = fixtures.compose(teachers[0]), {}
     with fixtures.serving(load_served(config), config) as url:
         check_served(url, teachers[0], tiny_model, tmp_path)
+        for name, where in {"server": f"base_url={url}", "held": f"model_path={teachers[0]}"}.items():
+            run = [ENABLED, f"{MODELS}.x.{where}", "trainer.total_training_steps=2", "env.val_episodes=0"]
+            main.run(compose(*short_run(tiny_model, tmp_path / name, *run)))
+            taught[name] = learning_metrics(tmp_path / name)[2]["distillation/loss"]
+    assert taught["server"] == pytest.approx(taught["held"], rel=1e-4)
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_vllms_server_can_teach(tiny_model, wide_headed_model, tmp_path):
     fixtures = pytest.importorskip("extras.server.tests.fixtures")
     with fixtures.vllm_server(wide_headed_model, 40, 24) as url:
         check_served(url, wide_headed_model, tiny_model, tmp_path)
 
 
-def test_a_run_learns_from_a_server(tiny_model, teachers, tmp_path, server):
-    taught = {}
-    for name, where in {"server": f"base_url={server.url}", "held": f"model_path={teachers[0]}"}.items():
-        run = ["distillation.enabled=true", f"distillation.teacher_models.x.{where}", "trainer.total_training_steps=2"]
-        main.run(compose(*short_run(tiny_model, tmp_path / name, *run, "env.val_episodes=0")))
-        taught[name] = learning_metrics(tmp_path / name)[2]["distillation/loss"]
-    assert taught["server"] == pytest.approx(taught["held"], rel=1e-4)
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("room", "scored", "message"),
     [
-        ({"room": 20}, "takes sequences of 20 tokens; .*--max-model-len"),
-        ({"words": lambda ids: "?"}, r"to the policy and '\?' to .*the policy's tokenizer"),
-        ({"score": lambda ids, count: None}, "without prompt_logprobs of each token"),
+        (20, {"decoded_token": "?"}, "takes sequences of 20 tokens; .*--max-model-len"),
+        (4096, {"decoded_token": "?"}, r"to the policy and '\?' to .*the policy's tokenizer"),
+        (4096, None, "without prompt_logprobs of each token"),
     ],
 )
-def test_a_server_that_cannot_teach_is_refused_before_workers_start(tiny_model, tmp_path, server, change, message):
-    vars(server).update(change)
-    run = ["distillation.enabled=true", f"distillation.teacher_models.x.base_url={server.url}", "env.val_episodes=0"]
-    with pytest.raises(ConfigError, match=message):
-        main.build(compose(*short_run(tiny_model, tmp_path, *run)))
+def test_a_server_that_cannot_teach_is_refused_before_workers_start(tiny_model, tmp_path, room, scored, message):
+    def answer(method: str, path: str, body: dict | None) -> tuple[int, dict]:
+        if method == "GET":
+            return 200, {"data": [{"id": "teacher", "max_model_len": room}]}
+        tokens = [None, *({str(token): scored} for token in body["prompt"][1:])]
+        return 200, {"choices": [{"prompt_logprobs": scored and tokens}]}
+
+    with answering(answer) as url, pytest.raises(ConfigError, match=message):
+        main.build(compose(*short_run(tiny_model, tmp_path, ENABLED, f"{MODELS}.x.base_url={url}")))

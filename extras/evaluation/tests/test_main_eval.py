@@ -46,22 +46,13 @@ def run(folder: Path, *overrides: str, rows: list[dict] = ROWS) -> dict:
     return json.loads((folder / "out/figures.json").read_text())
 
 
-def test_without_a_function_the_rule_of_the_data_source_scores(tmp_path: Path):
-    rows = [{**ROWS[0], "data_source": "openai/gsm8k", "responses": ["#### 3", "#### 4"]}]
-    found = run(tmp_path, "reward.custom_reward_function.path=null", rows=rows)
-    assert found["openai/gsm8k"]["mean@2"] == 0.5
-
-
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_passed_response(n):
+    assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5), "without an overflow"
     for passed in range(n + 1):
         for k in range(1, n + 1):
             draws = list(combinations([*[True] * passed, *[False] * (n - passed)], k))
             assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-
-
-def test_pass_at_k_of_many_responses_does_not_overflow():
-    assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +77,6 @@ def test_k_is_each_power_of_two_and_the_number_itself(n):
     found = compute_evaluation_metrics([Graded("a", [1.0] * n)], 1.0)
     expected = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 6: [1, 2, 4, 6]}[n]
     assert [name for name in found if name.startswith("pass")] == [f"pass@{k}" for k in expected]
-
-
-def test_a_reward_reads_the_contents_of_a_chat_a_line_each_and_every_column(tmp_path):
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2="}]
-    rows = [{**ROWS[0], "prompt": chat, "hint": "three"}]
-    assert run(tmp_path, "reward.custom_reward_function.name=prompted", rows=rows)["sums"]["mean@4"] == 1.0
-    assert run(tmp_path, "reward.custom_reward_function.name=by_data", rows=rows)["sums"]["mean@4"] == 1.0
 
 
 def test_figures_by_hand():
@@ -122,11 +106,26 @@ def test_the_command_goes_from_responses_to_figures(tmp_path, capsys):
     assert "sums" in shown and "products" in shown and "0.375" in shown
 
 
-def test_columns_of_other_names_and_a_single_response(tmp_path):
-    rows = [{"question": "1+2=", "answers": "3", "from": "mine", "labels": {"ground_truth": "3"}}]
-    keys = ["prompt_key=question", "response_key=answers", "data_source_key=from", "reward_model_key=labels"]
-    found = run(tmp_path, *(f"data.{key}" for key in keys), rows=rows)
-    assert found == {"mine": {"prompts": 1, "responses": 1, "mean@1": 1.0, "pass@1": 1.0, "majority@1": 1.0}}
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2="}]
+ASKED = [{**ROWS[0], "prompt": CHAT, "hint": "three"}]
+BY_RULE = [{**ROWS[0], "data_source": "openai/gsm8k", "responses": ["#### 3", "#### 4"]}]
+RENAMED = [{"question": "1+2=", "answers": "3", "from": "mine", "labels": {"ground_truth": "3"}}]
+NAMES = "data.prompt_key=question data.response_key=answers data.data_source_key=from data.reward_model_key=labels"
+FUNCTION = "reward.custom_reward_function"
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "source", "mean"),
+    [
+        (ASKED, f"{FUNCTION}.name=prompted", "sums", {"mean@4": 1.0}),  # contents of a chat, a line each
+        (ASKED, f"{FUNCTION}.name=by_data", "sums", {"mean@4": 1.0}),  # every column
+        (BY_RULE, f"{FUNCTION}.path=null", "openai/gsm8k", {"mean@2": 0.5}),
+        (RENAMED, NAMES, "mine", {"mean@1": 1.0, "pass@1": 1.0, "majority@1": 1.0, "prompts": 1, "responses": 1}),
+    ],
+)
+def test_a_reward_reads_rows_of_every_form(tmp_path, rows, overrides, source, mean):
+    figures = run(tmp_path, *overrides.split(), rows=rows)[source]
+    assert {name: figures[name] for name in mean} == mean
 
 
 @pytest.mark.parametrize(

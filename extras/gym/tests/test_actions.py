@@ -43,7 +43,7 @@ def test_shares_and_rewards_of_actions_by_hand(in_episodes):
     environment = make_env("FrozenLake-v1")
     reward = CustomRewardManager(environment)
     game = SimpleNamespace(reader=reward, environment=environment) if in_episodes else None
-    trainer = SimpleNamespace(config=compose(), game=game, reward=reward, tokenizer=TOKENIZER)
+    trainer = SimpleNamespace(config=compose(), env_setup=game, reward=reward, tokenizer=TOKENIZER)
     found = ActionShares(trainer)(batch_of(TURNS), {})
     shares = {"action/L/share": 0.5, "action/D/share": 0.25, "action/R/share": 0.0, "action/U/share": 0.0}
     assert found == {**shares, "action/L/reward/mean": 0.5, "action/D/reward/mean": 0.5}
@@ -52,7 +52,7 @@ def test_shares_and_rewards_of_actions_by_hand(in_episodes):
 
 def test_an_environment_of_numbers_and_a_reward_that_reads_no_actions_have_none():
     for reward in (CustomRewardManager(make_env("Pendulum-v1")), lambda data: [0.0] * len(data)):
-        trainer = SimpleNamespace(config=compose(), game=None, reward=reward, tokenizer=TOKENIZER)
+        trainer = SimpleNamespace(config=compose(), env_setup=None, reward=reward, tokenizer=TOKENIZER)
         assert ActionShares(trainer)(batch_of(TURNS), {}) == {}
 
 

@@ -14,6 +14,7 @@ from configs.errors import ConfigError
 from custom.env_wrapper import make_env
 from data import concurrency
 from extras.gym.process_env import ProcessEnv
+from tests.processes import is_alive
 from tests.runs import compose
 from training.environment import build_environment
 
@@ -65,14 +66,6 @@ def stubborn(file: Path, tmp_path: Path) -> tuple[str, Path]:
     return f"{file}:Stubborn-v0", tmp_path / "flag"
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def shared(played: tuple) -> tuple:
     return (*played[:4], {key: value for key, value in played[4].items() if key != "held"})
 
@@ -93,13 +86,13 @@ def test_a_step_that_hangs_is_killed_and_the_episodes_beside_it_go_on_as_if_noth
     for answer in ("1", "?", "0"):  # an illegal answer is part of the story
         assert shared(twin.step(answer)) == shared(local.step(answer))
     assert "held" in local.step("1")[4] and "held" not in twin.step("1")[4]
-    assert pid == pid_of(twin) != os.getpid() and is_running(pid)
+    assert pid == pid_of(twin) != os.getpid() and is_alive(pid)
     with pytest.raises(
         TimeoutError,
         match=r"reset\(seed=7\) and actions \[1, 2\]: not done after 5 seconds \(env.timeout\), so .* was killed",
     ):
         env.step("2")
-    assert not is_running(pid)
+    assert not is_alive(pid)
     assert shared(twin.step("1")) == shared(local.step("1")) and twin.state == local.state
     assert env.reset(7) == local.reset(7) and env.step("1")[4]["return"] == 1.0
 

@@ -18,7 +18,7 @@ RETURN, RANDOM = "val-core/Blackjack-v1/return/mean@1", "val-aux/Blackjack-v1/ra
 def player(env_id: str = "Blackjack-v1", episodes: int = 100, **settings: object) -> RandomPlayer:
     game = SimpleNamespace(environment=make_env(env_id, **settings))
     config = compose(f"env.val_episodes={episodes}")
-    return RandomPlayer(SimpleNamespace(game=game, config=config, total_steps=10))
+    return RandomPlayer(SimpleNamespace(env_setup=game, config=config, total_steps=10))
 
 
 @pytest.mark.parametrize(("env_id", "least", "most"), [("Blackjack-v1", -0.6, -0.2), ("MountainCar-v0", -200, -200)])
@@ -54,5 +54,5 @@ def test_nothing_is_said_without_episodes_that_can_be_played_in_time(monkeypatch
     watch, metrics = player(episodes=episodes, repeatable=repeatable), {}
     watch.validated(10, [], metrics)
     assert metrics == {}
-    watch.run.game = None
+    watch.run.env_setup = None
     watch.validated(10, [], metrics)

@@ -2,7 +2,6 @@
 
 import os
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -24,28 +23,23 @@ def player(environment, state):
 """
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, write, tmp_path: Path):
-    """made(processes, there) makes the rows of 80 resets, by a player who does `there` in other processes; returns
-    whether another process had a part in it, too."""
+@pytest.mark.parametrize(("processes", "there"), [(2, "pass"), (3, "pass"), (2, "1 / 0"), (2, "os._exit(3)")], ids=str)
+def test_any_number_of_processes_makes_the_rows_of_one(processes, there, monkeypatch, write, tmp_path):
+    """The other processes have a part in it, and fail by `there`."""
     monkeypatch.setattr(crew, "PATIENCE", 0.0)
+    log = tmp_path / "log"
 
-    def make(processes: int, there: str = "pass") -> tuple[list, bool]:
-        (log := tmp_path / "log").unlink(missing_ok=True)
+    def make(processes: int) -> list[dict]:
         player = PLAYER.format(parent=os.getpid(), log=str(log), there=there, processes=processes)
         config = compose("ppo_trainer", [NIM, f"trainer.n_threads={processes}"], takes_objects=True)
         which = config, f"{write(f'player{processes}.py', player)}:player"
         helpers = crew.helpers_of(*which)
         rows = [*islice(crew.make_rows(demonstrations_of(*which), helpers), 80)]
         assert len(helpers) == processes - 1 and not any(helper.is_running() for helper in helpers)
-        return rows, log.exists()
+        return rows
 
-    return make
-
-
-@pytest.mark.parametrize(("processes", "there"), [(2, "pass"), (3, "pass"), (2, "1 / 0"), (2, "os._exit(3)")], ids=str)
-def test_any_number_of_processes_makes_the_rows_of_one(made, processes, there):
-    assert made(processes, there) == (made(1)[0], True)
+    alone = make(1)
+    assert not log.exists() and make(processes) == alone and log.exists()
 
 
 def test_settings_that_cannot_be_sent_leave_the_work_to_one_process():

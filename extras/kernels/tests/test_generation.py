@@ -56,8 +56,10 @@ def test_equals_whole_forwards_without_cache(tokenizer, family: str, forward: st
     core.test_equals_whole_forwards_without_cache_whoever_shares_the_batch(tokenizer, family, forward, monkeypatch)
 
 
-@pytest.mark.parametrize("forward", FORWARDS)
-@pytest.mark.parametrize("family", ["Llama, 2 query heads a key head", "Mistral, a window shorter than the sequences"])
+@pytest.mark.parametrize(
+    ("family", "forward"),
+    [("Llama, 2 query heads a key head", "padded"), ("Mistral, a window shorter than the sequences", "packed")],
+)
 def test_a_row_depends_on_nothing_else(tokenizer, family: str, forward: str):
     core.test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joined(tokenizer, family, forward)
 

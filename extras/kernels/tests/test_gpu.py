@@ -133,7 +133,7 @@ def test_a_model_kept_in_main_memory_takes_the_steps_of_one_on_the_device(folder
         module.parallel = sharding.Offloaded(offload)
         engine = TrainEngine(module, OptimConfig(lr=1e-3), 10, DEVICE, dtype)
         for step in range(3):
-            with engine.at_work():
+            with engine.on_device():
                 [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], engine.module)
                 with engine.autocast(updates=True):
                     log_probs = engine.module.token_scores(micro, TEMPERATURE).log_probs

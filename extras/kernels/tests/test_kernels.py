@@ -27,15 +27,11 @@ from workers.models import load_causal_lm, load_value_model
 from workers.scoring_model import padded_scores
 
 
-def prepare(model, device):
-    return Kernels().prepare(model)
-
-
 def classes(model: PreTrainedModel) -> set[type]:
     return {type(layer) for layer in model.modules()}
 
 
-def test_off_leaves_a_model_to_pytorch_and_transformers(tiny_model: Path):
+def test_off_leaves_a_model_to_pytorch_and_transformers_until_it_is_prepared(tiny_model: Path):
     settings = ModelConfig(path=str(tiny_model), kernels="off")
     for model in (load_causal_lm(settings), load_value_model(settings, seed=0)):
         assert nn.Linear in classes(model) and not classes(model) & {Linear}
@@ -46,15 +42,11 @@ def test_off_leaves_a_model_to_pytorch_and_transformers(tiny_model: Path):
             lay_out_weights(model, steps=100, rows=100)
             assert not shares_prompts and vars(model.config) == before
             assert all("stand_in" not in vars(layer) for layer in model.modules())
-
-
-def test_a_model_is_prepared_in_place_and_gives_its_forward(tiny_model: Path):
-    model = load_causal_lm(ModelConfig(path=str(tiny_model), kernels="off"))
-    names = list(model.state_dict())
-    assert prepare(model, torch.device("cpu")) is packed_scores
-    assert Linear in classes(model)
-    assert list(model.state_dict()) == names
-    with decoding(model) as shares_prompts:
+    policy = load_causal_lm(settings)
+    names = list(policy.state_dict())
+    assert Kernels().prepare(policy) is packed_scores, "prepared in place"
+    assert Linear in classes(policy) and list(policy.state_dict()) == names
+    with decoding(policy) as shares_prompts:
         assert shares_prompts
 
 

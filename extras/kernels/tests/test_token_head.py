@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from extras.kernels.tests.operations import Operations
 from extras.kernels.token_head import MIN_BLOCK, score_tokens
 from tests.batches import relative_distance
 from workers.scoring_model import calculate_sum_pi_squared_from_logits, logprobs_and_entropy_from_logits
@@ -97,16 +98,7 @@ def test_only_what_is_asked_for_comes_back_and_squares_carry_no_gradient():
     assert entropy.requires_grad and not squares.requires_grad
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aten, onednn = torch.ops.aten, torch.ops.mkldnn
-        products = (aten.mm, aten.addmm, onednn._linear_pointwise, aten.mkldnn_linear_backward_weights)
-        self.count += function.overloadpacket in products
-        return function(*args, **(kwargs or {}))
+PRODUCTS = ("aten.mm", "aten.addmm", "mkldnn._linear_pointwise", "aten.mkldnn_linear_backward_weights")
 
 
 @pytest.mark.parametrize(
@@ -126,10 +118,10 @@ def test_frozen_parts_get_no_gradient_and_cost_no_product(frozen, kept_bytes, ex
         reference[name].requires_grad_(False)
         leaves[name].requires_grad_(False)
     wanted = gradients(reference, plain(reference, case.labels), case.upstream)
-    with Products() as products:
+    with Operations() as operations:
         scores = blocked(leaves, case.labels, tile_bytes=1, kept_bytes=kept_bytes, with_entropy=True)
         found = gradients(leaves, scores, case.upstream)
-    assert products.count == num_blocks * expected
+    assert sum(operations.count[name] for name in PRODUCTS) == num_blocks * expected
     for actual, reference_gradient in zip(found, wanted, strict=True):
         assert relative_distance([actual], [reference_gradient]) < 1e-5
 

@@ -24,7 +24,7 @@ from configs.errors import ConfigError
 from custom.env_wrapper import EnvState, make_env
 from custom.gym.planning import best_actions
 from extras.lookahead.credit import FINALISTS, GRID, NO_MOVE, NoCredit, better_half, explore, grid, has_numbers, means
-from tests.runs import ROOT, compose, learning_metrics, run_main, short_run
+from tests.runs import ROOT, compose
 from training.environment import build_environment
 
 KEY_AND_DOOR = "examples/games/key_and_door.py:KeyAndDoor-v0"
@@ -392,11 +392,3 @@ def test_rewards_are_relative_in_their_state_and_the_same_in_copies(reward):
         assert environment.optimal_actions(state) == best and (reward == "playouts" or best)
         for each in copies:
             assert {action: each.compute_reward(state, action) for action in each.actions} == rewards
-
-
-def test_a_run_takes_its_rewards_from_search(tiny_model, tmp_path):
-    settings = f"""env.id={KEY_AND_DOOR} env.kwargs.reward=search data.max_prompt_length=300 data.max_response_length=8
-        trainer.total_training_steps=1 algorithm.adv_estimator=grpo actor_rollout_ref.rollout.name=hf""".split()
-    done = run_main(*short_run(tiny_model, tmp_path / "run"), *settings, name="ppo_trainer")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert learning_metrics(tmp_path / "run")[1]["critic/score/min"] == NO_MOVE  # random weights

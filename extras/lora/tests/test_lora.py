@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import main
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
-from extras.lora.lora import adapter_weights, is_lora, save_pretrained
+from extras.lora.lora import adapter_weights, save_pretrained
 from extras.lora.settings import check_settings
 from extras.server.settings import ServerConfig, check_server
 from tests.batches import ragged_batch
 from tests.runs import compose, learning_metrics, short_run
 from training.checkpoint import CONFIG_FILE, LATEST, checkpoint_to_resume, config_yaml
-from training.model_shards import Shards
 from workers.dp_actor import ReferencePolicy
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize, score
@@ -101,7 +100,7 @@ def test_a_run_goes_on_with_the_matrices_that_it_has_saved_or_is_refused_by_the_
 def test_the_reference_is_the_base_model_to_the_last_bit_and_the_adapter_is_back_behind_it(tiny_model, dtype):
     module, base = adapted(tiny_model, dtype), load(tiny_model, dtype)
     engine = TrainEngine(module, OptimConfig(lr=1e-2), 10, CPU, dtype)
-    reference = ReferencePolicy(module, SIZE, engine.autocast, engine.at_work_as_before)
+    reference = ReferencePolicy(module, SIZE, engine.autocast, engine.on_device_without_adapter)
     with engine.autocast():
         before, wanted = log_probs(module), log_probs(base)
     found = reference.compute_log_prob(ragged_batch(), 1.0, ["ref_log_prob"]).batch["ref_log_prob"]
@@ -157,11 +156,6 @@ def test_layers_may_be_left_out_of_all_linear(tiny_model):
     assert layers == {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
 
 
-def test_an_adapter_that_is_not_there_is_refused_before_a_model_is_loaded(tmp_path):
-    with pytest.raises(ValueError, match=r"^model.lora_adapter_path=.*no adapter_config.json"):
-        check_settings(ModelConfig(lora_adapter_path=str(tmp_path)), "model")
-
-
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -174,17 +168,12 @@ def test_an_adapter_is_sent_alone_to_an_engine_that_adds_it(tiny_model, tmp_path
         compose(*short_run(tiny_model, tmp_path, *command))
 
 
-def test_a_server_takes_an_adapter_and_no_rank():
+def test_a_server_takes_an_adapter_that_is_there_and_no_rank(tmp_path):
+    with pytest.raises(ValueError, match=r"^model.lora_adapter_path=.*no adapter_config.json"):
+        check_settings(ModelConfig(lora_adapter_path=str(tmp_path)), "model")
     model = ModelConfig(lora_rank=4)
     with pytest.raises(ConfigError, match=r"model.lora_rank=4 is set, which only training reads.*lora_adapter_path"):
         check_server(ServerConfig(model=model))
     config = ServerConfig(model=replace(model, lora_adapter_path="adapter"), rollout=RolloutConfig(name="vllm"))
     with pytest.raises(ConfigError, match=r"lora_adapter_path=adapter: rollout.name=vllm reads a merged model"):
         check_server(config)
-
-
-def test_with_lora_the_frozen_weights_are_not_saved(tiny_model, tmp_path):
-    module = load_causal_lm(ModelConfig(path=str(tiny_model), lora_rank=2))
-    engine = TrainEngine(module, OptimConfig(lr=0.01), 10, torch.device("cpu"), torch.float32)
-    engine.save(tmp_path, ["model", "optimizer", "extra", "hf_model"])
-    assert all(is_lora(name) for name in Shards(tmp_path / "model").shapes)

@@ -89,8 +89,7 @@ def test_a_model_has_a_card_of_its_run(run, tmp_path):
     assert str(tmp_path) not in card.content
 
 
-@pytest.mark.parametrize("private", [True, False])
-def test_a_model_is_pushed_and_what_the_hub_refuses_is_said_in_one_line(run, tmp_path, monkeypatch, capsys, private):
+def test_a_model_is_pushed_and_what_the_hub_refuses_is_said_in_one_line(run, tmp_path, monkeypatch, capsys):
     asked = []
 
     class Hub(BaseHTTPRequestHandler):
@@ -119,20 +118,22 @@ def test_a_model_is_pushed_and_what_the_hub_refuses_is_said_in_one_line(run, tmp
     url = f"http://127.0.0.1:{server.server_port}"
     Thread(target=server.serve_forever, daemon=True).start()
     words = f"merge --backend fsdp --local_dir {run} --push_to_hub me/model".split()
-    words += [] if private else ["--no-private"]
     monkeypatch.setattr("extras.merge.card.HfApi", partial(HfApi, endpoint=url, token="bad"))
     with pytest.raises(SystemExit) as stop:
         merge([*words, "--target_dir", f"{tmp_path}/a"])
     assert stop.value.code == 2 and "--push_to_hub me/model: " in (error := capsys.readouterr().err)
     assert f"{tmp_path}/a is whole. Needed: `hf auth login`" in error
     monkeypatch.setattr("extras.merge.card.HfApi", partial(HfApi, endpoint=url, token="good"))
-    asked.clear()
-    merge([*words, "--target_dir", f"{tmp_path}/b"])
-    assert "uploaded to " in capsys.readouterr().out
+    for private, more in ((True, []), (False, ["--no-private"])):
+        asked.clear()
+        merge([*words, "--target_dir", f"{tmp_path}/{private}", *more])
+        assert "uploaded to " in capsys.readouterr().out
+        made = next(json.loads(body) for path, body in asked if path.endswith("/repos/create"))
+        assert (made.get("private", False) or made.get("visibility") == "private") is private, (
+            "as the version spells it"
+        )
     server.shutdown()
     server.server_close()
-    made = next(json.loads(body) for path, body in asked if path.endswith("/repos/create"))
-    assert (made.get("private", False) or made.get("visibility") == "private") is private, "as the version spells it"
     lines = next(body for path, body in asked if "/commit/" in path).splitlines()
     files = {line["value"]["path"] for line in map(json.loads, lines) if line["key"] == "file"}
     assert files >= {"README.md", "config.json", "model.safetensors"}

@@ -40,7 +40,7 @@ from tests.batches import (
     unpadded,
 )
 from tests.ranks import Ranks
-from tests.runs import compose, learning_metrics, short_run, state_files
+from tests.runs import compose, learning_metrics, short_run, state_files, whole_and_resumed
 from tests.test_replicas import own_share, save_two_layers
 from training.mini_batches import Update, global_batch_info
 from training.roles import ROLES, columns_read, needed_roles
@@ -91,14 +91,11 @@ def test_rewards_of_tokens_by_hand():
     assert batch_norm(torch.zeros(2, 4), MASK).tolist() == torch.zeros(2, 4).tolist()
 
 
-def test_accuracies_by_hand():
+def test_accuracies_and_best_of_n_weights_by_hand():
     assert pair_accuracy(SCORES, ACC, ["a", "a"], MASK) == 1 == sign_accuracy(SCORES, ACC, MASK)
     assert pair_accuracy(-SCORES, ACC, ["a", "a"], MASK) == 0 == sign_accuracy(-SCORES, ACC, MASK)
     assert pair_accuracy(SCORES, torch.ones(2), ["a", "a"], MASK) == 0.5
     assert pair_accuracy(SCORES, ACC, ["a", "b"], MASK) == 0.5  # neither has a pair
-
-
-def test_best_of_n_weights_by_hand():
     values, mask = torch.tensor([3.0, 1.0, 2.0, 9.0]), torch.ones(4, 2)
     close(best_of_n_weights(values, ["a", "a", "a", "b"], mask), [3, 3 / 9, 3 * 4 / 9, 1])
 
@@ -238,6 +235,7 @@ def play(model: Path, folder: Path, *more: str) -> dict[int, dict[str, float]]:
     return learning_metrics(folder)
 
 
+OTHER = "algorithm.prime.model.path={folder}/other"
 REWARD = "def compute_reward(prompt, response, ground_truth):\n    return float(sum(map(ord, response)) % 2)\n"
 
 
@@ -254,7 +252,7 @@ def scored(tmp_path: Path) -> list[str]:
     [
         [],
         ["algorithm.prime.update=after", "algorithm.prime.ppo_mini_batch_size=2"],
-        ["algorithm.prime.update=reverse", "algorithm.prime.loss_type=dpo", "algorithm.prime.norm=none"],
+        ["algorithm.prime.update=reverse", "algorithm.prime.loss_type=dpo", "algorithm.prime.norm=none", OTHER],
         ["algorithm.prime.loss_type=bon_acc", "algorithm.prime.lam=0.5"],
         ["algorithm.prime.loss_type=bon_rm", "actor_rollout_ref.rollout.temperature=0.9"],
         ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"],
@@ -262,7 +260,10 @@ def scored(tmp_path: Path) -> list[str]:
     ids=str,
 )
 def test_every_order_and_loss_trains(tiny_model: Path, tmp_path: Path, scored: list[str], more: list[str]):
-    metrics = play(tiny_model, tmp_path / "run", *scored, *more)
+    """Another model than the policy is compared with its own start, so that it pays nothing before it has learnt."""
+    save_tiny_model(tmp_path / "other", seed=5, hidden_size=48, layers=2)
+    metrics = play(tiny_model, tmp_path / "run", *scored, *(setting.format(folder=tmp_path) for setting in more))
+    assert (metrics[1]["reward_model/raw_reward"] == 0) == (OTHER in more)
     for step in (1, 2, 3, 4):
         assert metrics[step]["reward_model/grad_norm"] > 0 == metrics[step]["reward_model/skipped_updates"]
         assert metrics[step]["rm/lr"] == 1e-3 and 0 <= metrics[step]["reward_model/dpo_acc_before"] <= 1
@@ -280,10 +281,8 @@ def test_a_model_that_never_learns_rewards_nothing(tiny_model: Path, tmp_path: P
 
 
 def test_a_resumed_run_repeats_to_the_bit(tiny_model: Path, tmp_path: Path, scored: list[str]):
-    whole = play(tiny_model, tmp_path / "whole", *scored, "trainer.save_freq=2")
+    whole, again = whole_and_resumed(tiny_model, tmp_path, "actor_rollout_ref.rollout.n=4", *PRIME, *scored)
     assert {part.name for part in (tmp_path / "whole/global_step_2").iterdir() if part.is_dir()} == {"actor", "prm"}
-    from_step_2 = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/whole/global_step_2"]
-    again = play(tiny_model, tmp_path / "resumed", *scored, "trainer.save_freq=2", *from_step_2)
     assert [again[step] for step in (3, 4)] == [whole[step] for step in (3, 4)]
     assert state_files(tmp_path / "resumed", 4) == state_files(tmp_path / "whole", 4)
 
@@ -297,7 +296,7 @@ def test_the_policys_reference_is_asked_where_it_is_the_same(tiny_model: Path, t
 
     names, columns = roles()
     assert names == ["actor", "rollout", "ref", "prm"] and "prm_ref_log_prob" not in columns
-    other = f"algorithm.prime.model.path={tmp_path}/other"
+    other = OTHER.format(folder=tmp_path)
     for more in ("actor_rollout_ref.rollout.temperature=0.7", other):
         names, columns = roles(more)
         assert names == ["actor", "rollout", "prm"] and "prm_ref_log_prob" in columns
@@ -306,13 +305,6 @@ def test_the_policys_reference_is_asked_where_it_is_the_same(tiny_model: Path, t
     assert held["prm"] == held["actor"] * 20 / 16, "weights, gradients and moments, and the weights it is compared with"
     assert "prm" not in roles("trainer.val_only=true")[0]
     assert "prm" not in needed_roles(compose(*short_run(tiny_model, tmp_path)))
-
-
-def test_another_model_is_compared_with_its_own_start(tiny_model: Path, tmp_path: Path, scored: list[str]):
-    save_tiny_model(tmp_path / "other", seed=5, hidden_size=48, layers=2)
-    other = f"algorithm.prime.model.path={tmp_path}/other"
-    metrics = play(tiny_model, tmp_path / "run", *scored, other, "algorithm.prime.update=reverse")
-    assert metrics[1]["reward_model/raw_reward"] == 0 != metrics[2]["reward_model/raw_reward"]
 
 
 def test_an_estimator_of_the_users_may_name_the_rewards(tiny_model: Path, tmp_path: Path, restored_registries):

@@ -13,6 +13,7 @@ from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 from data.files import read_metrics
+from tests.processes import until
 from tests.runs import ROOT
 
 PATIENCE = 120  # seconds
@@ -128,7 +129,7 @@ trainer = GRPOTrainer({model!r}, reward, ["1+1=", "1+2=", "1+3=", "1+4="], setti
 def test_the_stop_button_ends_a_training_after_its_step_and_the_next_cell_goes_on(kernel, copy, tiny_model, executor):
     kernel.run(TRAINER.format(root=str(ROOT), model=str(tiny_model), executor=executor))
     cell = kernel.start("result = trainer.train(total_steps=5)")
-    wait_for(copy / "in_step")
+    until((copy / "in_step").exists)
     kernel.manager.interrupt_kernel()
     status, shown = kernel.finish(cell)
     printed = "".join(message["text"] for message in shown if message["type"] == "stream")
@@ -142,26 +143,8 @@ def test_the_stop_button_ends_a_training_after_its_step_and_the_next_cell_goes_o
     kernel.run("import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler")
 
 
-def wait_for(marker: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not marker.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
 def recorded_steps(copy: Path) -> list[int]:
     return [entry["step"] for entry in read_metrics(copy / "run/metrics.jsonl")]
-
-
-def test_a_second_stop_ends_the_cell_at_once(kernel, copy, tiny_model):
-    kernel.run(TRAINER.format(root=str(ROOT), model=str(tiny_model), executor="local").replace("sleep(2)", "sleep(99)"))
-    cell = kernel.start("trainer.train(total_steps=5)")
-    wait_for(copy / "in_step")
-    for _ in range(2):
-        kernel.manager.interrupt_kernel()
-        time.sleep(1)
-    status, shown = kernel.finish(cell)
-    assert status == "error" and [message["ename"] for message in shown if "ename" in message] == ["KeyboardInterrupt"]
-    kernel.run("1 + 1")
 
 
 MISTAKES = {
@@ -174,8 +157,17 @@ MISTAKES = {
 }
 
 
-def test_a_mistake_is_one_line_in_a_notebook_and_an_error_names_the_line_of_its_cell(kernel, tiny_model):
-    kernel.run(TRAINER.format(root=str(ROOT), model=str(tiny_model), executor="local"))
+def test_a_second_stop_ends_the_cell_at_once_and_a_mistake_is_one_line_that_names_its_cells_line(
+    kernel, copy, tiny_model
+):
+    kernel.run(TRAINER.format(root=str(ROOT), model=str(tiny_model), executor="local").replace("sleep(2)", "sleep(99)"))
+    cell = kernel.start("trainer.train(total_steps=5)")
+    until((copy / "in_step").exists)
+    for _ in range(2):
+        kernel.manager.interrupt_kernel()
+        time.sleep(1)
+    status, shown = kernel.finish(cell)
+    assert status == "error" and [message["ename"] for message in shown if "ename" in message] == ["KeyboardInterrupt"]
     for name, (cell, said) in MISTAKES.items():
         status, shown = kernel.finish(kernel.start(cell))
         [error] = [message for message in shown if message["type"] == "error"]

@@ -85,8 +85,6 @@ RAY, VLLM = {"trainer.executor": "ray"}, {"actor_rollout_ref.rollout.name": "vll
     [
         ("grpo", {}),
         *[pytest.param(recipe, {}, marks=pytest.mark.slow) for recipe in ("ppo", "dapo")],
-        pytest.param("ppo", RAY, marks=pytest.mark.slow),
-        pytest.param("grpo", VLLM, marks=[pytest.mark.slow, needs_vllm]),
         pytest.param("grpo", RAY | VLLM, marks=[pytest.mark.slow, needs_vllm]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "local-hf",
@@ -114,41 +112,25 @@ def test_two_calls_of_train_have_every_metric_of_main_py(recipe, where, tmp_path
     assert state_files(tmp_path / "main", 20).items() >= state_files(result.folder, 20).items()
 
 
-def forms(calls: list) -> dict[str, Callable]:
-    """Rewards in the forms that a cell has, each of which notes the responses that it is called with."""
-
-    def closure(prompt, response, ground_truth):
-        calls.append(response)
-        return float(ground_truth in response)
+@pytest.mark.parametrize("form", ["async", "batch"])
+def test_a_reward_in_memory_is_called_for_every_sample(made, form):
+    calls: list[str] = []
 
     async def waits(response):
         await asyncio.sleep(0)
         calls.append(response)
-        return len(set(response)) / 4
+        return {"score": len(set(response)) / 4, "length": len(response)}
 
     def of_a_batch(responses, ground_truths):
         calls.extend(responses)
         return [float(len(set(response))) for response in responses]
 
-    return {
-        "lambda": lambda response: calls.append(response) or 1.0,
-        "closure": closure,
-        "async": waits,
-        "dict": lambda response: {"score": closure("", response, "1"), "length": len(response)},
-        "batch": of_a_batch,
-    }
-
-
-@pytest.mark.parametrize("form", forms([]))
-def test_a_reward_in_memory_is_called_for_every_sample(made, form):
-    calls: list[str] = []
-
     async def cell():  # a notebook's runs in a loop
-        return made(forms(calls)[form]).train(total_steps=2)
+        return made({"async": waits, "batch": of_a_batch}[form]).train(total_steps=2)
 
     metrics = asyncio.run(cell()).metrics
     assert len(calls) == 2 * 3 * 2 and all(isinstance(response, str) for response in calls)
-    assert ("reward/length/mean" in metrics) == (form == "dict")
+    assert ("reward/length/mean" in metrics) == (form == "async")
 
 
 class Rows(Dataset):
@@ -269,12 +251,9 @@ def test_what_cannot_be_used_is_refused_in_one_line(made, given, said):
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_model_that_is_none_is_refused():
+def test_a_model_that_is_none_and_saving_before_training_are_refused(made, tmp_path):
     with pytest.raises(ConfigError, match="model is a Linear: give a PreTrainedModel"):
         GRPOTrainer(torch.nn.Linear(1, 1))
-
-
-def test_save_before_training_is_refused(made, tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint"):
         made().save(tmp_path / "saved")
 

@@ -15,7 +15,7 @@ def assert_records_are_the_batch(records: list[dict], batch: DataProto, tokenize
     width, exact = tensors["responses"].shape[1], {"log_probs": "rollout_log_probs", "rewards": "token_level_scores"}
     for number, record in enumerate(records):
         assert record.keys() >= {"uid", "input", "output", "gts", "score", "end_reason"}
-        of_episode = (episodes.of_row == number).nonzero()[:, 0].tolist()
+        of_episode = (episodes.episode_of_row == number).nonzero()[:, 0].tolist()
         for place, row in zip(of_episode, record["rows"], strict=True):
             kept = tensors["attention_mask"][place, -width:].bool()
             assert row["token_ids"] == tensors["responses"][place][kept].tolist()

@@ -15,7 +15,7 @@ from extras.report import page
 from extras.report.__main__ import main, write_report
 from extras.report.server import ReportServer
 from tests.browser import Browser, chromium
-from tests.fake_runs import write_run
+from tests.fake_runs import change_samples, write_run
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +125,13 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         with (run / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
-    texts = dict.fromkeys(("input", "output", "gts", "end_reason", "data_source", "explanation", "uid"), PLANTED)
-    for path in run.glob("samples/*/*.jsonl"):
-        records = [json.loads(line) | texts for line in path.open()]
-        for record in records:
-            record["extra_info"], record["rows"][0]["prompt_texts"] = {PLANTED: PLANTED}, [PLANTED]
-            record["rows"][0]["token_texts"][1] = PLANTED
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def plant(record: dict) -> None:
+        record |= dict.fromkeys(("input", "output", "gts", "end_reason", "data_source", "explanation", "uid"), PLANTED)
+        record["extra_info"], record["rows"][0]["prompt_texts"] = {PLANTED: PLANTED}, [PLANTED]
+        record["rows"][0]["token_texts"][1] = PLANTED
+
+    change_samples(run, plant)
     return run
 
 
@@ -188,24 +188,17 @@ def steps_of(data: dict) -> list[int]:
     return data["metrics"]["actor/entropy"][0]["steps"]
 
 
-@pytest.mark.parametrize(
-    ("path", "host", "status"),
-    [
-        ("/", None, 200),
-        ("/", "localhost:1", 200),  # as where a port is handed on by ssh
-        ("/", "attacker.example:80", 403),
-        ("/data", "attacker.example", 403),
-        ("/data", "127.0.0.1.attacker.example", 403),
-        ("/run.json", None, 404),
-        ("/../config.yaml", None, 404),
-    ],
-)
-def test_the_server_answers_this_machine_with_the_page_and_its_data_alone(live, path, host, status):
-    answer = ask(live, path, host)
-    text = answer.read().decode()
-    assert answer.status == status and answer.headers["Cache-Control"] == "no-store"
-    assert live.server_address[0] == "127.0.0.1" and ("critic/score/mean" in text) == (status == 200)
-    assert ("connect-src 'self'" in text) == (status == 200)
+def test_the_server_answers_this_machine_with_the_page_and_its_data_alone(live):
+    assert live.server_address[0] == "127.0.0.1"
+    for path, host, status in (
+        ("/", None, 200), ("/", "localhost:1", 200),  # as where a port is handed on by ssh
+        ("/", "attacker.example:80", 403), ("/data", "attacker.example", 403),
+        ("/data", "127.0.0.1.attacker.example", 403), ("/run.json", None, 404), ("/../config.yaml", None, 404),
+    ):  # fmt: skip
+        answer = ask(live, path, host)
+        text = answer.read().decode()
+        assert answer.status == status and answer.headers["Cache-Control"] == "no-store", (path, host)
+        assert ("critic/score/mean" in text) == ("connect-src 'self'" in text) == (status == 200), (path, host)
 
 
 def test_a_served_page_takes_new_steps_in_and_keeps_ones_place(browser, live, tmp_path):

@@ -19,7 +19,7 @@ from configs.errors import latest, notice
 from extras.report import observer
 from extras.report.observer import EventFile, Report, RunFile, git_state, machine
 from extras.report.runs import read_run
-from extras.report.summary import findings
+from extras.report.summary import findings, stages
 from tests.forked import python
 from tests.runs import compose, files_of_at_most, short_run
 
@@ -51,17 +51,20 @@ def test_the_last_lines_of_a_run_have_what_its_page_will_say_of_the_whole_run(tm
     assert line == f"looks wrong: {finding.text} {finding.remedy}" and "in 4 validations up to step 3" in line
 
 
-def test_a_start_is_described_with_its_end(tiny_model, tmp_path, capsys):
-    overrides = ["trainer.total_training_steps=1", "env.val_episodes=0"]
-    main.run(compose(*short_run(tiny_model, tmp_path, *overrides)))
+def test_a_start_is_described_with_its_end_and_its_stages_sum_up_to_its_time(tiny_model, tmp_path, capsys):
+    main.run(compose(*short_run(tiny_model, tmp_path, "trainer.total_training_steps=3", "env.val_episodes=0")))
     record, output = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
     [start] = record["starts"]
-    assert (record["kind"], start["ending"], start["reason"], start["step"]) == ("ppo", "done", None, 1)
+    assert (record["kind"], start["ending"], start["reason"], start["step"]) == ("ppo", "done", None, 3)
     assert start["command"] == sys.orig_argv and start["versions"]["torch"] == torch.__version__
-    assert (start["seed"], start["threads"], start["total_steps"]) == (0, torch.get_num_threads(), 1)
+    assert (start["seed"], start["threads"], start["total_steps"]) == (0, torch.get_num_threads(), 3)
     assert start["batch_arithmetic"][0] in output and start["machine"]["host"] == socket.gethostname()
     assert datetime.fromisoformat(start["started"]) < datetime.fromisoformat(start["ended"])
     assert output.endswith(f"python -m extras.report {tmp_path} makes a page of this run, to open in a browser.\n")
+    last = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
+    *named, other = stages(read_run(tmp_path))["seconds"]
+    assert sum(map(sum, [*named, other])) == pytest.approx(last["data"]["training/seconds"], abs=0.01)
+    assert min(other) >= 0, "timers overlap"
 
 
 KEYED = """
@@ -101,7 +104,7 @@ def test_a_key_is_in_no_file_of_a_run(tiny_model, tmp_path):
     assert f"+{reward}.reward_kwargs.more={{hf_token: ***, x: 1}}" in start["command"]
 
 
-def test_a_killed_start_has_no_end_and_a_fresh_one_sets_it_aside(tmp_path):
+def test_a_killed_start_has_its_last_step_and_no_end_and_a_fresh_one_sets_it_aside(tmp_path, monkeypatch):
     for step in (0, 3):
         RunFile(run_in(tmp_path), step)  # and no end
     assert endings(tmp_path) == [(None, None, 0), (None, None, 3)]
@@ -110,11 +113,7 @@ def test_a_killed_start_has_no_end_and_a_fresh_one_sets_it_aside(tmp_path):
         start.end(None)
     assert endings(tmp_path) == [(None, None, 0)]  # the disk is full, which ends no run
     assert len(json.loads((tmp_path / "run.json.bak-1").read_text())["starts"]) == 2
-
-
-def test_a_killed_start_has_its_last_step_but_for_seconds(tmp_path, monkeypatch):
-    start = RunFile(run_in(tmp_path), 0)
-    start.stepped(1)
+    start.stepped(1)  # within INFO_SECONDS of the last
     assert endings(tmp_path) == [(None, None, 0)]
     monkeypatch.setattr(observer, "INFO_SECONDS", 0)
     start.stepped(2)

@@ -1,5 +1,6 @@
 """Files of rollouts: what they say, what is read back, and what is seen of them in the terminal."""
 
+import json
 import re
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def written(path: Path, batch: DataProto) -> Path:
     return path
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("history", HISTORIES)
 def test_a_file_of_episodes_gives_the_batch_back_to_the_bit(history, seed, tmp_path):
     batch = episode_batch(random_groups(seed), history, seed)
@@ -80,21 +81,19 @@ def test_a_record_says_what_was_shown_said_and_earned():
         (lambda record: record["rows"][0]["policy_mask"].pop(), "line 2: its rows are broken: the lists of a sample"),
         (lambda record: record["rows"][0].pop("turns"), "line 2: its rows are broken: 'turns'"),
         (lambda record: record.pop("rows"), "line 2: this is no sample: it has no rows of tokens, but .*'step'"),
+        ("{", "line 2: this is not JSON"),
+        ("[1]", "line 2: .*, not list"),
     ],
 )
 def test_a_file_that_was_changed_is_refused_by_its_line(spoil, says, tmp_path):
     records = sample_rows(episode_batch([[[Turn(2)], [Turn(1)]]], "turns"), Letters(), step=3)
-    spoil(records[1])
-    dump_jsonl(tmp_path / "3.jsonl", records)
+    if isinstance(spoil, str):
+        (tmp_path / "3.jsonl").write_text(f"{json.dumps(records[0])}\n{spoil}\n")
+    else:
+        spoil(records[1])
+        dump_jsonl(tmp_path / "3.jsonl", records)
     with pytest.raises(ValueError, match=says):
         read_episodes(tmp_path / "3.jsonl")
-
-
-@pytest.mark.parametrize(("line", "says"), [("{", "line 2: this is not JSON"), ("[1]", "line 2: .*, not list")])
-def test_a_line_that_is_no_object_is_refused(line, says, tmp_path):
-    (tmp_path / "x.jsonl").write_text(f"{{}}\n{line}\n")
-    with pytest.raises(ValueError, match=says):
-        read_episodes(tmp_path / "x.jsonl")
 
 
 def test_a_line_of_a_file_ends_at_a_line_feed_alone(tmp_path):

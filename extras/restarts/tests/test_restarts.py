@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +12,9 @@ import pytest
 from configs.errors import ConfigError
 from data.files import read_metrics
 from tests.forked import Run
+from tests.processes import PATIENCE, children_of, is_alive, until
 from tests.runs import ROOT, compose, learning_metrics, short_run, state_files
 
-PATIENCE = 180  # seconds
 RUN = """
 from extras.restarts import restarts
 restarts.SHORT_PAUSE, restarts.FIRST_PAUSES, restarts.END_SECONDS, restarts.IN_ALL = 0.1, {75: 0.2}, 2.0, 3
@@ -86,22 +85,6 @@ def start(tiny_model: Path, tmp_path: Path) -> Callable[..., Run]:
 
 def starts(folder: Path) -> int:
     return len([*folder.glob("start_*.*")])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def children_of(pid: int) -> list[int]:
-    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-
-
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_run_that_is_killed_at_several_moments_is_the_unbroken_run(start, tiny_model: Path, tmp_path: Path):

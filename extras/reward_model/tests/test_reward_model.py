@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,12 @@ from configs.checks import check_config
 from configs.schema import PretrainedModelConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
-from data.seeding import derive_seed
 from extras.reward_model.model import LearnedReward, load_reward_model
 from extras.reward_model.settings import RewardModelConfig
 from extras.reward_model.stage import add_model_scores, encode_conversation
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
-from training.environment import build_environment
 from training.reward import add_scores
 
 TOKENIZER = build_tokenizer()
@@ -182,27 +179,6 @@ def test_rows_without_a_function_are_validated_by_the_model_too(tiny_model: Path
     [reward] = [value for name, value in metrics[0].items() if name.endswith("/reward/mean@1")]
     [score] = [value for name, value in metrics[0].items() if name.endswith("/rm_score/mean@1")]
     assert reward == score != 0
-
-
-def test_preference_pairs_hold_a_shortest_way_against_another_move(tiny_model: Path):
-    config = compose(*short_run(tiny_model, Path("unused")), name="frozenlake_rm")
-    environment = build_environment(config)
-    environment = replace(environment, seed=derive_seed(config.trainer.seed, "compared_states"))
-    states = [environment.get_state(place) for place in range(30)]
-    best = [{environment.action_to_text(action) for action in environment.optimal_actions(state)} for state in states]
-    best = [names for names in best if len(names) < len(environment.actions)]
-    pairs = script.preference_pairs(config, 30)
-    for pair, right in zip(pairs, best, strict=True):
-        assert pair.chosen[:-1] == pair.rejected[:-1]
-        assert TOKENIZER.decode(pair.chosen[-1]) in right and TOKENIZER.decode(pair.rejected[-1]) not in right
-    none = [pair for pair in pairs if environment.extract_action(TOKENIZER.decode(pair.rejected[-1])) is None]
-    assert 0 < len(none) < 30 / 2, "answers that are no move, beside moves"
-
-
-def test_the_preference_loss_by_hand():
-    chosen, rejected = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
-    wanted = (torch.log1p(torch.exp(torch.tensor(-1.0))) + torch.log1p(torch.exp(torch.tensor(2.0)))) / 2
-    torch.testing.assert_close(script.preference_loss(chosen, rejected), wanted)
 
 
 def test_a_reward_model_learns_its_pairs_and_is_loaded_as_it_was_saved(tiny_model: Path, tmp_path: Path):

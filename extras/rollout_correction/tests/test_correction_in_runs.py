@@ -20,7 +20,7 @@ from tests.test_config import load
 from tests.test_ray_trainer import ALL_ROWS, ARMS, MINI, REAL, Bandit, assert_stages_run, make_trainer
 from training.mini_batches import first_policy_step
 from training.plan import check_algorithm
-from training.roles import OF_POLICY, columns_read
+from training.roles import POLICY_COLUMNS, columns_read
 
 CORRECTION, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
 REJECT = f"{CORRECTION}.rollout_rs"
@@ -102,7 +102,7 @@ def test_what_bypass_mode_does_not_compute_is_refused_at_the_start(name):
 )
 def test_the_log_prob_pass_is_made_where_it_is_read(overrides, columns):
     config = compose("data.train_batch_size=4", "algorithm.adv_estimator=grpo", *overrides, name="ppo_trainer")
-    assert sorted(columns_read(config, first_policy_step(config) <= 1).intersection(OF_POLICY)) == columns
+    assert sorted(columns_read(config, first_policy_step(config) <= 1).intersection(POLICY_COLUMNS)) == columns
 
 
 TWICE = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "algorithm.use_kl_in_reward=true")

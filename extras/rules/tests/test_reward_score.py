@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import takewhile
 from types import SimpleNamespace
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -51,17 +50,11 @@ def test_math(case):
     assert math_reward.compute_score(response, truth) == score
 
 
-@table([*((*row, False) for row in cases.DAPO), *((*row[:3], True) for row in cases.DAPO_STRICT)])
+@table([*((*row, False) for row in cases.DAPO), *((*row, True) for row in cases.DAPO_STRICT)])
 def test_math_dapo(case):
-    response, truth, score, strict = case
+    response, truth, score, *read, strict = case
     result = math_dapo.compute_score(response, truth, strict_box_verify=strict)
-    assert result == {"score": score, "acc": score == 1, "pred": result["pred"]}
-
-
-@table(cases.DAPO_STRICT)
-def test_what_math_dapo_reads(case):
-    response, truth, _, read = case
-    assert math_dapo.compute_score(response, truth, strict_box_verify=True)["pred"] == read
+    assert result == {"score": score, "acc": score == 1, "pred": read[0] if read else result["pred"]}
 
 
 def test_math_dapo_looks_from_a_pause_token_on():
@@ -178,37 +171,29 @@ def test_prime_code_without_shares_stops_at_the_first_failure_and_says_what_happ
     assert prime_code.compute_score("pass", {"inputs": [], "outputs": []}) == (False, [])
 
 
-LEAVES = ["import os; os._exit(0)", "raise SystemExit", "def f(): import os; os._exit(0)"]
-
-
-@pytest.mark.parametrize("code", LEAVES)
-def test_a_program_that_leaves_before_its_asserts_passes_none(code):
-    test_cases = {"assert_case": ["assert f() == 3", "assert f() == 4"]}
-    assert prime_code.compute_score(f"```python\n{code}\n```", test_cases, continuous=True)[0] == 0
-
-
+ASSERTS = {"assert_case": ["assert f() == 3", "assert f() == 4"]}
+PRINTS = {"assert_case": ["print(5)\nassert f() == 3"], "inputs": ["1"], "outputs": ["4\n5"]}
 NONE = {"fn_name": "f", "inputs": ["1"], "outputs": [None]}
-UNLIKE = [  # (program, cases, whether it passes): None that was not returned; numbers, no lists
-    ("import os; os._exit(0)", NONE, False),
-    ("def f(x): return x", NONE | {"outputs": ["null"]}, False),
-    ("def f(x): pass", NONE | {"outputs": [[None]]}, True),
-    ("print(int(input()) + 1)", {"inputs": [3, "4", ["5"]], "outputs": [4, "5", ["6"]]}, True),
-    ("def f(x): return x + 1", {"fn_name": "f", "inputs": [3], "outputs": [4]}, True),
-    ("print(5)", {"inputs": 5, "outputs": 5}, False),
-    ("print(5)", {"inputs": ["1"], "outputs": ["2"], "fn_name": 5}, False),
+UNLIKE = [  # (program, cases, its share): left before the asserts; None that was not returned; numbers, no lists
+    ("import os; os._exit(0)", ASSERTS, 0),
+    ("raise SystemExit", ASSERTS, 0),
+    ("def f(): import os; os._exit(0)", ASSERTS, 0),
+    ("print(int(input()) + 3)\ndef f(): return 3", PRINTS, 1),
+    ("import os; os._exit(0)", NONE, 0),
+    ("def f(x): return x", NONE | {"outputs": ["null"]}, 0),
+    ("def f(x): pass", NONE | {"outputs": [[None]]}, 1),
+    ("print(int(input()) + 1)", {"inputs": [3, "4", ["5"]], "outputs": [4, "5", ["6"]]}, 1),
+    ("def f(x): return x + 1", {"fn_name": "f", "inputs": [3], "outputs": [4]}, 1),
+    ("print(5)", {"inputs": 5, "outputs": 5}, 0),
+    ("print(5)", {"inputs": ["1"], "outputs": ["2"], "fn_name": 5}, 0),
 ]
 
 
 @table(UNLIKE)
 def test_cases_of_all_shapes(case):
-    code, test_cases, right = case
-    assert prime_code.compute_score(f"```python\n{code}\n```", test_cases)[0] is right
-
-
-def test_asserts_may_come_with_outputs_and_hold_beside_what_the_program_prints():
-    test_cases = {"assert_case": ["print(5)\nassert f() == 3"], "inputs": ["1"], "outputs": ["4\n5"]}
-    response = "```python\nprint(int(input()) + 3)\ndef f(): return 3\n```"
-    assert prime_code.compute_score(response, test_cases) == (True, [ANY])
+    code, test_cases, share = case
+    score, results = prime_code.compute_score(f"```python\n{code}\n```", test_cases, continuous=True)
+    assert score == share and (test_cases is not PRINTS or len(results) == 1), "asserts and prints are one case"
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(1000)"])

@@ -78,14 +78,6 @@ def test_a_program_that_does_not_end_is_ended_and_leaves_nothing(name: str, monk
             time.sleep(0.01)
 
 
-@pytest.fixture
-def folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Holds the folders of this test's sandboxes: other processes start some of their own meanwhile."""
-    folder = tmp_path_factory.mktemp("sandboxes")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in ARCHITECTURES, reason="fences of Linux")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("user", [None, OTHER] if os.getuid() == 0 else [None])
@@ -183,19 +175,19 @@ def test_later_programs_run_in_the_module_of_the_first_if_that_ends_well():
         assert run_python(code, then=("print(1)",), seconds=ROOMY).output == ""
 
 
-def test_a_folder_goes_however_deep_it_is(folders: Path):
-    depth = 1500
+def test_a_folder_goes_however_deep_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with sandbox.own_folder() as folder:
         kept = os.open(".", os.O_RDONLY)
         try:
             os.chdir(folder)
-            for _ in range(depth):
+            for _ in range(1500):
                 os.mkdir("a")
                 os.chdir("a")
         finally:
             os.fchdir(kept)
             os.close(kept)
-    assert not [*folders.iterdir()]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_sandbox_that_does_not_start_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.types import NotScored
 from extras.scorers.pool import Scorers
 from tests.forked import python
+from tests.processes import until
 from tests.runs import ROOT
 
 LIMIT = 1.0  # seconds of a row
@@ -115,30 +117,17 @@ def check(found: dict[str, tuple[str, str]], file: Path, marker: Path) -> None:
     groups = {int(line) for line in marker.read_text().split()}
     killed = sum(outcome == "timeout" for outcome, _ in OUTCOMES.values())
     assert len(groups) >= killed + 2  # one that exits by itself, and one for the rest: a process that is free is reused
-    wait_for_end(groups)
-
-
-def wait_for_end(groups: set[int]) -> None:
-    """Asserts that nothing of the killed process groups runs any more, within a minute.
-
-    `Scorers.close` waits for its own processes alone; the kernel takes its time with what those had started.
-    """
-    deadline = time.monotonic() + 60
-    while groups & groups_running() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not groups & groups_running()
+    until(lambda: not groups & groups_running())  # the kernel takes its time with what they had started
 
 
 def groups_running() -> set[int]:
     """The process groups in which anything runs that is not over."""
     running = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(FileNotFoundError, ProcessLookupError):
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state != "Z":
-            running.add(int(group))
+            if state != "Z":
+                running.add(int(group))
     return running
 
 
@@ -291,5 +280,5 @@ pool.submit({{"solution_str": "regex"}}).result()
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     [pid] = marker.read_text().split()
-    wait_for_end({int(pid)})
+    until(lambda: int(pid) not in groups_running())
     assert os.path.exists(file)

@@ -12,11 +12,11 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Event
-from time import monotonic, sleep
+from time import sleep
 
 import openai
 import pytest
@@ -26,24 +26,23 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from configs.loader import Arguments, load_config, yaml_folder
-from configs.schema import ModelConfig, RolloutConfig
+from configs.schema import RolloutConfig
 from custom.tiny_model import build_tokenizer
 from data.tool_parsers import ToolParser
 from data.types import Completion, Request, SamplingParams
-from extras.openai.settings import OpenAISettings
-from extras.openai.weight_transfer import BACKEND, weight_transfer
+from extras.openai.weight_transfer import BACKEND
 from extras.server import anthropic_messages, responses
 from extras.server.__main__ import main, server_environment, vllm_command
 from extras.server.app import Served
 from extras.server.bodies import ChatBody, ResponseBuilder, TokenText, count_held_back, read_piece, with_text
 from extras.server.settings import ServerConfig
-from extras.server.streaming import StreamingEngine
+from extras.server.tests.clients import TOOLS, Chat, Messages, Responses, calling, served_by
 from extras.server.tests.fixtures import compose, serving
-from tests.runs import ROOT, needs_vllm
+from tests.processes import until
+from tests.runs import ROOT
 from tests.servers import KEY
 from tests.test_chat_families import template_of
 from workers.engine_pump import AsyncEngine, EngineError
-from workers.models import load_causal_lm
 from workers.rollout import Rollout
 
 CHAT = [{"role": "user", "content": "say abc"}]
@@ -53,14 +52,6 @@ CHAT = [{"role": "user", "content": "say abc"}]
 def client(address: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
         yield client
-
-
-def served_by(kind: type[Rollout], folder: Path, prompt: int = 8, response: int = 8) -> Served:
-    """A server around an engine of a test's own class."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    engine = kind(RolloutConfig(prompt_length=prompt, response_length=response), tokenizer, None)
-    streaming = StreamingEngine(engine, nullcontext, ThreadPoolExecutor(1))
-    return Served("tiny", tokenizer, streaming, 999, prompt + response, response)
 
 
 def generated(served: Served, prompt: str, sampling: SamplingParams) -> tuple[list[int], list[float]]:
@@ -83,22 +74,17 @@ def test_models_are_listed(client):
         client.models.retrieve("other")
 
 
-def test_a_completion_is_the_engines_with_its_log_probs(served, client):
+def test_a_completion_is_the_engines_with_its_log_probs_and_token_ids_go_in_and_out(served, client):
     ids, log_probs = generated(served, "abc", greedy(8))
-    found = client.completions.create(model="tiny", prompt="abc", max_tokens=8, temperature=0, logprobs=0)
-    [choice] = found.choices
+    prompt, asked = served.tokenizer("abc")["input_ids"], {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    asked["extra_body"] = {"return_token_ids": True}
+    answer = client.completions.create(prompt="abc", logprobs=0, **asked)
+    [choice] = answer.choices
     assert choice.text == served.tokenizer.decode(ids, skip_special_tokens=True)
     assert choice.logprobs.token_logprobs == pytest.approx(log_probs, abs=1e-5)
     assert choice.logprobs.tokens == [served.tokenizer.decode([one]) for one in ids]
     assert choice.finish_reason in ("stop", "length")
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, len(ids))
-
-
-def test_token_ids_go_in_and_out(served, client):
-    ids, _ = generated(served, "abc", greedy(8))
-    prompt = served.tokenizer("abc")["input_ids"]
-    asked = {"model": "tiny", "max_tokens": 8, "temperature": 0, "extra_body": {"return_token_ids": True}}
-    [choice] = client.completions.create(prompt=prompt, **asked).choices
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, len(ids))
     assert choice.token_ids == ids and choice.prompt_token_ids == prompt
     both = client.completions.create(prompt=[prompt, [*prompt, 9]], **asked).choices
     assert both[0].token_ids == ids and [one.index for one in both] == [0, 1]
@@ -144,23 +130,6 @@ def test_an_echo_has_the_prompt_with_the_models_log_probs_and_the_likeliest_toke
     assert (plain.text, plain.logprobs) == (f"abc{text}", None)
 
 
-def test_log_probs_of_a_prompt_are_the_models_as_vllms_server_has_them(served, client):
-    ids, asked = served.tokenizer("abcab")["input_ids"], {"model": "tiny", "temperature": 0, "max_tokens": 1}
-    with torch.no_grad():
-        scores = served.pump.engine.module(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    for count in (0, 3):
-        [choice] = client.completions.create(prompt=ids, extra_body={"prompt_logprobs": count}, **asked).choices
-        first, *others = choice.prompt_logprobs
-        assert first is None and choice.logprobs is None and len(others) == len(ids) - 1
-        for place, entry in enumerate(others):
-            expected = {*scores[place].topk(count).indices.tolist(), ids[place + 1]}
-            assert {*map(int, entry)} == expected
-            for token in expected:
-                found = entry[str(token)]
-                assert found["logprob"] == pytest.approx(scores[place, token].item(), abs=1e-5)
-                assert found["decoded_token"] == served.tokenizer.decode([token])
-
-
 def test_a_template_is_given_its_own_arguments(served, client, monkeypatch):
     template = served.tokenizer.chat_template
     monkeypatch.setattr(served.tokenizer, "chat_template", "{{ note or '' }}" + template)
@@ -170,166 +139,67 @@ def test_a_template_is_given_its_own_arguments(served, client, monkeypatch):
     assert found == [found[0], found[0], found[0] + 3]
 
 
-def test_a_message_that_the_template_leaves_out_is_refused_and_parts_are_joined(served, client, monkeypatch):
+def test_a_message_that_the_template_leaves_out_is_refused(served, client, monkeypatch):
     monkeypatch.setattr(served.tokenizer, "chat_template", template_of("Qwen3"))
-    asked, parts = {"model": "tiny", "max_tokens": 1}, [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
     with pytest.raises(openai.BadRequestError, match=r"leaves out the text of .* role developer: say it as system or"):
-        client.chat.completions.create(messages=[{"role": "developer", "content": "Add."}, *CHAT], **asked)
-    used = [
-        client.chat.completions.create(messages=[{"role": "user", "content": content}], **asked).usage.prompt_tokens
-        for content in ("1\n2", parts)
-    ]
-    assert used[0] == used[1]
+        client.chat.completions.create(model="tiny", messages=[{"role": "developer", "content": "Add."}, *CHAT])
 
 
 def test_tools_are_told_by_the_template_and_calls_read_by_the_parser(tiny_model):
-    tokenizer, prompts = AutoTokenizer.from_pretrained(tiny_model), []
-    said = tokenizer('ab<tool_call>{"name": "find", "arguments": {"what": 1}}</tool_call>')["input_ids"]
-
-    class Calling(Rollout):
-        def generate(self, requests: list[Request]) -> list[Completion]:
-            prompts.extend(tokenizer.decode(request.prompt_ids) for request in requests)
-            return [Completion(one.id, said, [-1.0] * len(said), "stop", 0) for one in requests]
-
-    served = served_by(Calling, tiny_model, 2000, 99)
-    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
-    with serving(served, compose(tiny_model)) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
-        asked = {"model": "tiny", "messages": CHAT, "tools": tools}
+    with calling(tiny_model) as (url, prompts), openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        asked = {"model": "tiny", "messages": CHAT, "tools": TOOLS}
         [choice] = client.chat.completions.create(**asked).choices
-        [call] = choice.message.tool_calls
-        assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", "ab", "find")
-        assert json.loads(call.function.arguments) == {"what": 1} and '"find"' in prompts[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So:") and '"add"' in prompts[0]
         *_, last = client.chat.completions.create(**asked, stream=True)
-        [streamed] = last.choices[0].delta.tool_calls
-        assert vars(streamed.function) == vars(call.function) and last.choices[0].finish_reason == "tool_calls"
-        answered = [*CHAT, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
-        client.chat.completions.create(**asked | {"messages": answered})
-        assert 'ab\n<tool_call>\n{"name": "find", "arguments": {"what": 1}}\n</tool_call>' in prompts[-1]
-        function = {"name": "find", "arguments": ""}
-        only_calls = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+        made, streamed = choice.message.tool_calls, last.choices[0].delta.tool_calls
+        assert [call.function.arguments for call in made] == [call.function.arguments for call in streamed]
+        assert [json.loads(call.function.arguments) for call in made] == [{"a": 1}, {"a": 2}]
+        assert last.choices[0].finish_reason == "tool_calls"
+        call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": ""}}
+        only_calls = {"role": "assistant", "tool_calls": [call]}
         client.chat.completions.create(**asked | {"messages": [*CHAT, only_calls]})
+        [choice] = client.chat.completions.create(**asked, tool_choice="none").choices
+        assert choice.message.tool_calls is None and choice.finish_reason == "stop" and '"add"' in prompts[-1]
         with pytest.raises(openai.BadRequestError, match="echo: Calling has no log-probs of prompts"):
             client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=1)
-        [choice] = client.chat.completions.create(**asked, tool_choice="none").choices
-        assert choice.message.tool_calls is None and choice.finish_reason == "stop" and '"find"' in prompts[-1]
-        for wrong in ({"tools": [{"type": "function"}]}, {"tool_choice": "required"}):
-            with pytest.raises(openai.BadRequestError, match=r"a tool is|tool_choice"):
-                client.chat.completions.create(**asked | wrong)
 
 
 # Other APIs
 
 
-SAYS = (
-    'ab<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>'
-)
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
-FUNCTION = {"name": "f", "description": "counts", "parameters": SCHEMA}
 IMAGE_BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 
 
-@contextmanager
-def calling(folder: Path, name: str = "f", says: str = SAYS) -> Iterator[tuple[str, list[str]]]:
-    """A server whose model calls a tool twice, where no results end the prompt, and the prompts that it was given."""
-    tokenizer, prompts = AutoTokenizer.from_pretrained(folder), []
-
-    class Calling(Rollout):
-        def generate(self, requests: list[Request]) -> list[Completion]:
-            prompts.extend(tokenizer.decode(request.prompt_ids) for request in requests)
-            said = tokenizer("fine" if "<|end|><|tool|>" in prompts[-1] or f'"{name}"' not in prompts[-1] else says)
-            ids = said["input_ids"][: min(request.sampling.max_tokens for request in requests)]
-            stop = "stop" if len(ids) == len(said["input_ids"]) else "length"
-            return [Completion(one.id, ids, [-1.0] * len(ids), stop, 0) for one in requests]
-
-    with serving(served_by(Calling, folder, 3000, 200), compose(folder)) as url:
-        yield url, prompts
-
-
-def by_chat(url: str, stream: bool) -> Iterator[tuple]:
-    """An agent of OpenAI's chats: what it is told, turn by turn."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
-    messages = [{"role": "system", "content": "sum"}, *CHAT]
-    while True:
-        asked = {"model": "tiny", "tools": [{"type": "function", "function": FUNCTION}], "messages": messages}
-        found = client.chat.completions.create(**asked)
-        [choice] = found.choices
-        calls = choice.message.tool_calls or []
-        told = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-        yield choice.message.content, told, found.usage.prompt_tokens, found.usage.completion_tokens
-        messages += [choice.message, *({"role": "tool", "tool_call_id": call.id, "content": "7"} for call in calls)]
-
-
-def by_responses(url: str, stream: bool) -> Iterator[tuple]:
-    """An agent of OpenAI's Responses like `by_chat`; it gives each result right behind its call."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
-    items = [*CHAT]
-    while True:
-        asked = {"model": "tiny", "tools": [{"type": "function", **FUNCTION}], "input": items, "instructions": "sum"}
-        if stream:
-            with client.responses.stream(**asked) as events:
-                kinds = [event.type for event in events]
-                found = events.get_final_response()
-            assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
-        else:
-            found = client.responses.create(**asked)
-        calls = [item for item in found.output if item.type == "function_call"]
-        told = [(call.name, json.loads(call.arguments)) for call in calls]
-        yield found.output_text or None, told, found.usage.input_tokens, found.usage.output_tokens
-        assert found.status == "completed" and len(found.output) == bool(found.output_text) + len(calls)
-        for item in found.output:
-            items.append(item)
-            if item.type == "function_call":
-                items.append({"type": "function_call_output", "call_id": item.call_id, "output": "7"})
-
-
-def by_messages(url: str, stream: bool) -> Iterator[tuple]:
-    """An agent of Anthropic's Messages like `by_chat`."""
-    anthropic = pytest.importorskip("anthropic")
-    client = anthropic.Anthropic(base_url=url if stream else f"{url}/v1", api_key="x", max_retries=0)
-    messages = [*CHAT]
-    while True:
-        tools = [{"name": "f", "description": "counts", "input_schema": SCHEMA}]
-        asked = {"model": "tiny", "max_tokens": 200, "tools": tools, "messages": messages, "system": "sum"}
-        if stream:
-            with client.messages.stream(**asked) as events:
-                found = events.get_final_message()
-        else:
-            found = client.messages.create(**asked)
-        calls = [block for block in found.content if block.type == "tool_use"]
-        assert found.stop_reason == ("tool_use" if calls else "end_turn")
-        text = "".join(block.text for block in found.content if block.type == "text")
-        told = [(call.name, call.input) for call in calls]
-        yield text or None, told, found.usage.input_tokens, found.usage.output_tokens
-        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "7"} for call in calls]
-        messages += [
-            {"role": "assistant", "content": found.content},
-            *([{"role": "user", "content": results}] if calls else []),
-        ]
-
-
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("agent", [by_responses, by_messages])
-def test_an_agent_of_another_api_asks_and_is_told_what_one_of_chats_is(tiny_model, agent, stream):
+@pytest.mark.parametrize(("kind", "more"), [(Responses, {"instructions": "sum"}), (Messages, {"system": "sum"})])
+def test_an_agent_of_another_api_asks_and_is_told_what_one_of_chats_is(tiny_model, kind, more, stream):
+    def play(kind: type[Chat], history: list, **more) -> list[tuple]:
+        client, turns = kind(base_url=f"{url}/v1", api_key="x"), []
+        for _ in range(2):
+            history, text, calls = client.ask(history, calls=True, **more)
+            turns.append((text, [number for _, number in calls], *client.used))
+            history += client.results({call_id: "7" for call_id, _ in calls})
+        return turns
+
     with calling(tiny_model) as (url, prompts):
-        expected, found = ([next(turns) for _ in range(2)] for turns in (by_chat(url, False), agent(url, stream)))
-        assert expected[0][:2] == ("ab", [("f", {"n": 1}), ("f", {})]) and expected[1][:2] == ("fine", [])
-        assert found == expected and prompts[:2] == prompts[2:]
+        expected = play(Chat, [{"role": "system", "content": "sum"}, *CHAT])
+        assert expected[0][:2] == ("So:", [1, 2]) and expected[1][:2] == ("fine", [])
+        assert play(kind, CHAT, stream=stream, **more) == expected and prompts[:2] == prompts[2:]
+        assert 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in prompts[-1]
 
 
 IN = {"responses": {"model": "tiny", "input": "abc"}, "messages": {"model": "tiny", "messages": CHAT}}
 ASK_FOR_NOTHING = [
-    (
-        "responses",
-        {"reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}, "store": True},
-    ),
-    ("responses", {"include": ["reasoning.encrypted_content"], "truncation": "disabled", "background": False}),
-    ("responses", {"previous_response_id": None, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}),
-    ("responses", {"input": [{"type": "reasoning", "summary": []}, *CHAT], "max_output_tokens": 1, "top_k": 5}),
-    ("messages", {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "a"}, "cache_control": {"type": "x"}}),
-    ("messages", {"system": [], "stop_sequences": [], "mcp_servers": [], "output_config": {"effort": None}}),
-    ("messages", {"tool_choice": {"type": "auto"}, "service_tier": "auto", "thinking": {"type": "disabled"}}),
-    ("messages", {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "thinking"}]}, *CHAT], "top_k": 5}),
-]
+    ("responses", {"reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}, "store": True}
+     | {"include": ["reasoning.encrypted_content"], "truncation": "disabled", "background": False, "tools": []}
+     | {"previous_response_id": None, "tool_choice": "auto", "parallel_tool_calls": True, "max_output_tokens": 1}
+     | {"input": [{"type": "reasoning", "summary": []}, *CHAT], "top_k": 5}),
+    ("messages", {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "a"}, "cache_control": {"type": "x"}}
+     | {"system": [], "stop_sequences": [], "mcp_servers": [], "output_config": {"effort": None}, "top_k": 5}
+     | {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "thinking"}]}, *CHAT]}
+     | {"tool_choice": {"type": "auto"}, "service_tier": "auto"}),
+    ("messages", {"thinking": {"type": "disabled"}}),
+]  # fmt: skip
 REFUSED = [
     ("responses", {"previous_response_id": "r"}, "previous_response_id is not part of this server: no"),
     ("responses", {"conversation": "c"}, "no response is kept: send all items as input"),
@@ -405,21 +275,6 @@ def test_errors_and_keys_are_those_of_the_api_that_is_asked(address, client):
         with pytest.raises(openai.NotFoundError) as refused:
             method("abc")
         assert re.search(served, refused.value.body["message"])
-
-
-def test_a_stream_that_fails_is_an_error_of_its_api(tiny_model):
-    class Broken(Rollout):
-        def generate(self, requests: list[Request]) -> list[Completion]:
-            raise RuntimeError("out of memory")
-
-    anthropic = pytest.importorskip("anthropic")
-    with serving(served_by(Broken, tiny_model, 30), compose(tiny_model)) as url:
-        with pytest.raises(openai.APIError, match="out of memory"):
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
-            list(client.responses.create(**IN["responses"], stream=True))
-        with pytest.raises(anthropic.APIError, match="out of memory"):
-            client = anthropic.Anthropic(base_url=url, api_key="x", max_retries=0)
-            list(client.messages.create(**IN["messages"], max_tokens=2, stream=True))
 
 
 def test_an_image_goes_to_the_chat_as_its_url():
@@ -603,10 +458,7 @@ def test_a_client_that_leaves_takes_its_request_along(served, client):
     stream = client.completions.create(model="tiny", prompt="abc", seed=1, max_tokens=60 - 3, stream=True)
     next(iter(stream))
     stream.close()
-    deadline = monotonic() + 60
-    while served.pump.clients or served.pump.engine.has_unfinished_requests():
-        assert monotonic() < deadline
-        sleep(0.01)
+    until(lambda: not served.pump.clients and not served.pump.engine.has_unfinished_requests())
 
 
 def test_a_wrong_key_is_refused(address):
@@ -661,21 +513,9 @@ BAD = [
     (GOOD | {"max_tokens": 62}, "the prompt has 3 tokens and the response is to have 62, together more than the 64"),
     ({"model": "tiny", "messages": [{"role": "user"}]}, "needs a 'role' and a 'content'"),
     ({"model": "tiny", "messages": "hello"}, "messages"),
-]
-
-
-def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(address):
-    assert refusal(address, GOOD | {"model": "gpt-4"})[0] == 404
-    nothing = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "echo": False, "user": "me"}
-    nothing |= {"repetition_penalty": 1.0, "best_of": 1, "stop": "", "tool_choice": "none", "length_penalty": None}
-    assert post(address, GOOD | nothing | {"temperature": None})["usage"]["completion_tokens"] <= 2
-    assert len(post(address, GOOD | {"n": 2, "best_of": 2})["choices"]) == 2
-    asked = CHATS | nothing | {"messages": CHAT, "stop": None, "tools": [], "tool_choice": "auto"}
-    asked |= {"verbosity": "medium", "modalities": ["text"], "prompt_cache_retention": "24h"}
-    assert post(address, asked)["usage"]["completion_tokens"] <= 2
-
-
-HOSTILE = [  # beyond a bound
+    (CHATS | {"messages": CHAT, "tools": [{"type": "function"}]}, "a tool is"),
+    (CHATS | {"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+    # beyond a bound
     (GOOD | {"temperature": 1e-40}, "temperature=1e-40: it must be 0, which is greedy, or 0.01 or more"),
     (GOOD | {"stop_token_ids": [10**30]}, "stop_token_ids"),
     (GOOD | {"stop_token_ids": [1] * 65}, "at most 64 items"),
@@ -696,7 +536,18 @@ HOSTILE = [  # beyond a bound
 ]
 
 
-@pytest.mark.parametrize(("body", "message"), BAD + HOSTILE, ids=range(len(BAD + HOSTILE)))
+def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(address):
+    assert refusal(address, GOOD | {"model": "gpt-4"})[0] == 404
+    nothing = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "echo": False, "user": "me"}
+    nothing |= {"repetition_penalty": 1.0, "best_of": 1, "stop": "", "tool_choice": "none", "length_penalty": None}
+    assert post(address, GOOD | nothing | {"temperature": None})["usage"]["completion_tokens"] <= 2
+    assert len(post(address, GOOD | {"n": 2, "best_of": 2})["choices"]) == 2
+    asked = CHATS | nothing | {"messages": CHAT, "stop": None, "tools": [], "tool_choice": "auto"}
+    asked |= {"verbosity": "medium", "modalities": ["text"], "prompt_cache_retention": "24h"}
+    assert post(address, asked)["usage"]["completion_tokens"] <= 2
+
+
+@pytest.mark.parametrize(("body", "message"), BAD, ids=range(len(BAD)))
 def test_what_is_malformed_or_beyond_a_bound_is_answered_with_400_and_the_reason(address, body, message):
     code, said = refusal(address, body)
     assert code == 400 and message in said
@@ -712,18 +563,8 @@ def test_a_content_of_parts_is_their_text(client):
     assert client.chat.completions.create(model="tiny", messages=forged, max_tokens=1).usage.prompt_tokens == 7 + 3
 
 
-def test_a_request_that_the_engine_aborts_is_an_error(tiny_model):
-    class Aborting(Rollout):
-        def generate(self, requests: list[Request]) -> list[Completion]:
-            return [Completion(one.id, [], [], "aborted", 0) for one in requests]
-
-    with serving(served_by(Aborting, tiny_model), compose(tiny_model)) as url:
-        code, said = refusal(url, GOOD)
-    assert code == 500 and "the engine gave the request up" in said
-
-
 class Fragile(Rollout):
-    """Refuses prompts of two tokens, breaks at those of three, and answers others by their first token."""
+    """Refuses prompts of two tokens, breaks at three and at chats, gives four up, and answers by the first token."""
 
     def add(self, request: Request) -> None:
         if len(request.prompt_ids) == 2:
@@ -731,17 +572,29 @@ class Fragile(Rollout):
         super().add(request)
 
     def generate(self, requests: list[Request]) -> list[Completion]:
-        if any(len(request.prompt_ids) == 3 for request in requests):
+        if any(len(request.prompt_ids) == 3 or len(request.prompt_ids) > 5 for request in requests):
             raise RuntimeError("out of memory")
-        return [Completion(one.id, one.prompt_ids[:1], [-1.0], "length", 0) for one in requests]
+        reasons = ["aborted" if len(one.prompt_ids) == 4 else "length" for one in requests]
+        parts = zip(requests, reasons, strict=True)
+        return [Completion(one.id, one.prompt_ids[:1], [-1.0], reason, 0) for one, reason in parts]
 
 
-def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_next_is_served(tiny_model, caplog):
+def test_what_an_engine_refuses_or_fails_at_is_the_error_of_that_request_and_the_next_is_served(tiny_model, caplog):
+    anthropic, open_ai = pytest.importorskip("anthropic"), {"api_key": "x", "max_retries": 0}
+    cases = {"ab": (400, "two tokens are too few"), "abc": (500, "out of memory"), "abcd": (500, "gave the request up")}
     with serving(served_by(Fragile, tiny_model), compose(tiny_model)) as url:
-        for prompt, status, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
-            code, said = refusal(url, GOOD | {"prompt": prompt})
-            assert code == status and message in said
+        for prompt, (status, message) in cases.items():
+            code, told = refusal(url, GOOD | {"prompt": prompt})
+            assert code == status and message in told
         assert post(url, GOOD | {"prompt": "z"})["choices"][0]["text"] == "z"
+        streams = openai.OpenAI(base_url=f"{url}/v1", **open_ai).responses.create(**IN["responses"], stream=True)
+        with pytest.raises(openai.APIError, match="out of memory"):
+            list(streams)
+        streams = anthropic.Anthropic(base_url=url, **open_ai).messages.create(
+            **IN["messages"], max_tokens=2, stream=True
+        )
+        with pytest.raises(anthropic.APIError, match="out of memory"):
+            list(streams)
     assert "the engine raised" in caplog.text
 
 
@@ -799,12 +652,9 @@ def pieces(ids: list[int], stops: list[str]) -> tuple[list[str], int, bool]:
     return found, len(ids), bool(text.stopped)
 
 
-def test_a_character_of_several_tokens_comes_when_it_is_whole():
+def test_a_character_of_several_tokens_comes_whole_and_what_may_become_a_stop_string_is_held_back():
     assert pieces([*"aé".encode(), 256, *"€".encode()], [])[0] == ["a", "", "é", "", "", "", "€", ""]
     assert "".join(pieces("a€".encode()[:-1], [])[0]) == "a\ufffd"
-
-
-def test_what_may_become_a_stop_string_is_held_back():
     assert pieces(list(b"abxabc"), ["abc"])[0] == ["", "", "abx", "", "", ""]
     assert pieces(list(b"ab"), ["abc"])[0] == ["", "", "ab"]
     assert count_held_back("xab", ["abc", "bcd"]) == 2 and count_held_back("abc", ["abc"]) == 0
@@ -900,28 +750,6 @@ def test_vllms_own_server_can_take_a_trainers_weights(wide_headed_model, monkeyp
     if not torch.cuda.is_available():
         assert options["--dtype"] == "float32" and "--enforce-eager" in options
         assert int(options["--kv-cache-memory-bytes"]) < 1 << 30 and variables["TORCHDYNAMO_DISABLE"] == "1"
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_vllms_own_server_answers_by_the_model(vllm_address: str, wide_headed_model: Path):
-    """A stock client, with the weights of the model's folder: log-probs, n, and a chat, whole and as a stream."""
-    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
-    weight_transfer(OpenAISettings(base_url=vllm_address, api_key=KEY)).send(model.state_dict().items(), 0)
-    with openai.OpenAI(base_url=vllm_address, api_key=KEY, max_retries=0) as client:
-        asked = {"model": "tiny", "prompt": "abc", "seed": 5, "max_tokens": 20, "n": 4, "logprobs": 0}
-        found = client.completions.create(**asked, temperature=0.7, extra_body={"return_token_ids": True})
-        for choice in found.choices:
-            ids, prompt = choice.token_ids, choice.prompt_token_ids
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
-            wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
-            assert choice.logprobs.token_logprobs == pytest.approx(wanted, abs=1e-4)
-        assert len({choice.text for choice in found.choices}) > 1
-        asked = {"model": "tiny", "messages": CHAT, "seed": 3, "max_tokens": 12, "logprobs": True}
-        [choice] = client.chat.completions.create(**asked).choices
-        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content and len(chunks) > 3
 
 
 def test_the_command_and_the_client_of_the_serving_page_fit_a_server(address: str, capsys: pytest.CaptureFixture):

@@ -14,7 +14,8 @@ import pytest
 from fastapi.responses import JSONResponse
 
 from extras.sessions.host import Host
-from extras.sessions.tests.test_sessions import AGENT, LIGHT, alive, command, play, prompts, settings, until
+from extras.sessions.tests.test_sessions import AGENT, LIGHT, command, play, prompts, settings
+from tests.processes import is_alive, until
 from tests.servers import flood, spoken
 
 HEAD = b"POST /s/%s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
@@ -121,4 +122,4 @@ def test_what_a_program_starts_in_another_group_ends_with_it(tmp_path: Path, end
     """, LIGHT)  # fmt: skip
     play(settings(program, f"{AGENT}.program_timeout=3"))
     pids = [int((tmp_path / name).read_text()) for name in ("child", "orphan")]
-    assert until(lambda: not any(map(alive, pids)))
+    until(lambda: not any(map(is_alive, pids)))

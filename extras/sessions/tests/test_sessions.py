@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent, indent
@@ -27,8 +26,9 @@ from data.chat import encode_prompt
 from data.protocol import DataProto
 from data.types import Completion, Request, SamplingParams
 from extras.sandbox.run import fences
-from extras.server.tests.test_server import calling
+from extras.server.tests.clients import CALLS, FUNCTION, calling
 from tests.engines import Scripted
+from tests.processes import is_alive, until
 from tests.runs import compose, learning_metrics, run_main
 from tests.test_chat_families import template_of
 from training.environment import assign_agents, load_agents
@@ -281,16 +281,10 @@ def test_one_call_is_answered_where_one_is_asked_for_and_none_where_none_is(tmp_
     assert told == ["2-", "1-", "0<tool"]
 
 
-@pytest.mark.parametrize(("family", "end", "told"), [
-    ("gpt-oss", "<|eot|>", '<|start|>tool f<|stop|>"7"<|end|><|start|>assistant'),
-    ("Mistral v0.3", "</s>", "[TOOL_RESULTS] 7[/TOOL_RESULTS]"),
-])  # fmt: skip
-def test_a_result_goes_on_in_the_row_of_its_call_where_it_may_stand_behind_calls_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, end: str, told: str
-):
+def test_a_result_goes_on_in_the_row_of_its_call_where_it_may_stand_behind_calls_alone(tmp_path: Path, monkeypatch):
     tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<|start|>", "<|stop|>", "<|eot|>", "</s>"], special_tokens=True)
-    tokenizer.chat_template, tokenizer.eos_token = template_of(family), end
+    tokenizer.add_tokens(["<|start|>", "<|stop|>", "<|eot|>"], special_tokens=True)
+    tokenizer.chat_template, tokenizer.eos_token = template_of("gpt-oss"), "<|eot|>"
     monkeypatch.setattr(f"{__name__}.TOKENIZER", tokenizer)
     program = within(tmp_path, """
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -299,9 +293,10 @@ def test_a_result_goes_on_in_the_row_of_its_call_where_it_may_stand_behind_calls
     """)  # fmt: skip
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     config = settings(program, "data.max_prompt_length=900", response=300)
-    batch = play(config, answer=lambda text, times: "so" if "RESULTS" in text or '"7"' in text else call)
+    batch = play(config, answer=lambda text, times: "so" if '"7"' in text else call)
     assert batch.failure.tolist() == [None], batch.failure
-    assert shown(batch, 0)[1:] == [call + end, told, f"so{end}"]
+    told = '<|start|>tool f<|stop|>"7"<|end|><|start|>assistant'
+    assert shown(batch, 0)[1:] == [f"{call}<|eot|>", told, "so<|eot|>"]
 
 
 def test_what_a_request_says_not_to_train_on_is_context_and_no_row_of_it_is_scored(tmp_path: Path):
@@ -353,102 +348,7 @@ def test_thoughts_that_stay_in_view_are_told_once(tmp_path: Path, capsys: pytest
     assert told == [0, 1]
 
 
-class Seeded(Scripted):
-    """Draws an answer by the seed alone, in steps of 0.15 seconds."""
-
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        sleep(0.15)
-        self.answer = lambda text, times: str(self.seed % 10**6)
-        completions = []
-        for self.seed, request in [(request.seed, request) for request in requests]:
-            completions.append(self.completion(request))
-        return completions
-
-
-def test_two_runs_are_equal_where_a_program_asks_at_once(tmp_path: Path):
-    """One worker and two give the same rows, though requests come in another order each time: votes of one prompt, two
-    that go on from one answer, and sub-agents."""
-    agent = function(tmp_path, """
-        import asyncio, openai
-        from random import SystemRandom
-        def user(text):
-            return {"role": "user", "content": text}
-        async def agent(base_url, messages):
-            client = openai.AsyncOpenAI(base_url=base_url, api_key="x")
-            async def ask(*messages):
-                await asyncio.sleep(SystemRandom().random() / 20)
-                return (await client.chat.completions.create(model="m", messages=messages)).choices[0].message
-            async def sub_agent(name):
-                return await ask(user(name), await ask(user(name)), user("sure?"))
-            votes = await asyncio.gather(*(ask(*messages) for _ in range(3)))
-            most = max(vote.content for vote in votes)
-            plan = await ask(user("plan"), {"role": "assistant", "content": most}, user("so?"))
-            await asyncio.gather(*(ask(user("plan"), plan, user(more)) for more in "xy"))
-            first = await ask(user("begin"))
-            await asyncio.gather(*(ask(user("begin"), first, user(more)) for more in "xy"))
-            await asyncio.gather(*map(sub_agent, "st"))
-            return 1
-    """)  # fmt: skip
-    config = settings(agent)
-
-    def rows_of(*shares: tuple[int, int]) -> list[Any]:
-        result = []
-        for first, count in shares:
-            loop = AgentLoop(config, TOKENIZER, Seeded(config, TOKENIZER, None), None)
-            batch = loop.generate_sequences(assign_agents(prompts(count), config), SAMPLED, seed=7, first_row=first)
-            assert set(batch.failure) == {None}
-            names = ("input_ids", "attention_mask", "response_mask", "turn_ids")
-            columns = [batch.batch[name].tolist() for name in names]
-            result += zip(batch.episode, batch.non_tensor_batch["__reward_score__"], *columns, strict=True)
-        return result
-
-    assert rows_of((0, 4)) == rows_of((0, 4)) == rows_of((0, 2), (2, 2))
-
-
 CLIENTS = {  # by package: an agent that has its two calls answered, and asks again
-    "openai": """
-        def agent(base_url, api_key, messages):
-            client, items = openai.OpenAI(base_url=base_url, api_key=api_key), messages
-            for stream in (False, True, False):
-                asked = {"model": "tiny", "input": items, "tools": [{"type": "function", **FUNCTION}], "stream": stream}
-                response = client.responses.create(**asked)
-                response = [*response][-1].response if stream else response
-                for item in response.output:
-                    items += [item]
-                    if item.type == "function_call":
-                        items += [{"type": "function_call_output", "call_id": item.call_id, "output": "7"}]
-                items += [AGAIN] if response.output_text == "fine" else []
-    """,
-    "anthropic": """
-        def agent(base_url, api_key, messages):
-            client = anthropic.Anthropic(base_url=base_url, api_key=api_key)
-            tools = [{"name": "add", "input_schema": FUNCTION["parameters"]}]
-            for stream in (False, True, False):
-                asked = {"model": "tiny", "max_tokens": 400, "tools": tools, "messages": messages}
-                if stream:
-                    with client.messages.stream(**asked) as events:
-                        reply = events.get_final_message()
-                else:
-                    reply = client.messages.create(**asked)
-                results = [{"type": "tool_result", "tool_use_id": block.id, "content": "7"}
-                           for block in reply.content if block.type == "tool_use"]
-                messages += [reply, {"role": "user", "content": results} if results else AGAIN]
-    """,
-    "agents": """
-        @agents.function_tool
-        def add(a: int) -> str:
-            "Adds."
-            return "7"
-        async def agent(base_url, api_key, messages):
-            client, items = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), messages
-            model = agents.OpenAIResponsesModel("tiny", client)
-            adds = agents.Agent("adds", instructions="Add!", model=model, tools=[add])
-            run = agents.RunConfig(tracing_disabled=True)
-            items = (await agents.Runner.run(adds, items, run_config=run)).to_input_list()
-            streamed = agents.Runner.run_streamed(adds, [*items, AGAIN], run_config=run)
-            kinds = [event.type async for event in streamed.stream_events()]
-            assert streamed.final_output == "fine" and "raw_response_event" in kinds
-    """,
     "langchain_openai": """
         from langchain_core.messages import ToolMessage
         def agent(base_url, api_key, messages):
@@ -481,13 +381,11 @@ CLIENTS = {  # by package: an agent that has its two calls answered, and asks ag
 }
 
 
-HEAD = """
+HEAD = f"""
 import functools, operator, openai
-AGAIN = {"role": "user", "content": "Again!"}
-NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}}
-FUNCTION = {"name": "add", "description": "Adds.", "parameters": NUMBER}
+AGAIN = {{"role": "user", "content": "Again!"}}
+FUNCTION = {FUNCTION}
 """
-CALLS = "So:" + "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
 TOLD = "<|tool|>7<|end|><|tool|>7<|end|><|assistant|>"
 
 
@@ -515,7 +413,7 @@ def test_a_client_goes_on_in_its_row(client: tuple[str, str]):
 def test_a_client_is_answered_by_a_server_as_by_a_session(client: tuple[str, str], tiny_model: Path):
     package, agent = client
     play_by = load_named(agent, AGENT)
-    with calling(tiny_model, "add", CALLS) as (url, prompts):
+    with calling(tiny_model) as (url, prompts):
         playing = play_by(f"{url}/v1", "x", [*MESSAGES])
         asyncio.run(playing) if asyncio.iscoroutine(playing) else None
     told = f"<|end|>{TOLD}fine<|end|><|user|>Again!<|end|><|assistant|>"  # calls are as the template writes them
@@ -606,13 +504,13 @@ def test_one_program_serves_many_tasks_and_one_that_is_lost_holds_up_no_later_on
     assert ends == ["terminated", "terminated", "timeout"] and rewards[:2] == [pids[0], None]
     assert "lost its way" in failures[2]
     [other] = of("fine")[1]
-    assert other != pids[0] and not alive(int(pids[0]))
+    assert other != pids[0] and not is_alive(int(pids[0]))
     ends, _, failures = of("dies")
     assert ends == ["env_error"] and "exit code 3" in failures[0]
     [last] = of("fine")[1]
     del loop, of
     gc.collect()
-    assert until(lambda: not alive(int(last)))
+    until(lambda: not is_alive(int(last)))
 
 
 def test_tasks_that_wait_for_a_program_that_plays_one_by_one_have_time(tmp_path: Path):
@@ -697,7 +595,7 @@ def test_a_program_that_hangs_is_killed_with_its_children_and_the_key_is_named(t
     batch = play(settings(program, f"{AGENT}.program_timeout=2"))
     assert batch.end_reason.tolist() == ["timeout"] and f"{AGENT}.program_timeout=2 seconds" in batch.failure[0]
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert until(lambda: not any(map(alive, pids)))
+    until(lambda: not any(map(is_alive, pids)))
     assert deadline_of(batch) == f"{AGENT}.program_timeout"
 
 
@@ -755,24 +653,10 @@ def test_programs_end_with_a_worker_that_is_killed(tmp_path: Path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", sleeper], **pipes, text=True) as worker:
         group, pid = int(worker.stdout.readline()), tmp_path / "pid"
-        assert alive(group) and until(lambda: pid.exists() and pid.read_text())
+        assert is_alive(group)
+        until(lambda: pid.exists() and pid.read_text())
         worker.kill()
-    assert until(lambda: not alive(group) and not alive(int(pid.read_text())))
-
-
-def alive(process: int) -> bool:
-    """Says whether it runs: a zombie that nobody waits for does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    end = monotonic() + 20
-    while not condition() and monotonic() < end:
-        sleep(0.05)
-    return condition()
+    until(lambda: not is_alive(group) and not is_alive(int(pid.read_text())))
 
 
 def test_a_session_is_not_there_after_its_end(tmp_path: Path):

@@ -11,66 +11,19 @@ from time import sleep
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 
 from data.chat import encode_prompt
 from data.protocol import DataProto
 from data.types import Completion, Request
+from extras.server.tests.clients import TOOLS, Answer, Chat, History, Messages, Responses
 from extras.sessions.tests.test_sessions import TOKENIZER, play, prompts, settings, shown
 from tests.engines import Scripted
-
-FUNCTION = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-TOOLS = [{"type": "function", "function": FUNCTION}]
-History, Answer = list[Any], tuple[list[Any], str, list[tuple[str, int]]]  # with the answer, its text and its calls
 
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
-
-
-class Chat:
-    def __init__(self, **address: str) -> None:
-        self.client, self.late = openai.OpenAI(**address, max_retries=0), openai.APITimeoutError
-
-    def ask(self, history: History, calls: bool = False, **more: Any) -> Answer:
-        more |= {"tools": TOOLS} if calls else {}
-        message = self.client.chat.completions.create(model="m", messages=history, **more).choices[0].message
-        calls = [(call.id, json.loads(call.function.arguments)["a"]) for call in message.tool_calls or []]
-        return [*history, message], message.content or "", calls
-
-    def results(self, texts: dict[str, str]) -> History:
-        return [{"role": "tool", "tool_call_id": call_id, "content": text} for call_id, text in texts.items()]
-
-
-class Responses(Chat):
-    def ask(self, history: History, calls: bool = False, **more: Any) -> Answer:
-        more |= {"tools": [{"type": "function", **FUNCTION}]} if calls else {}
-        response = self.client.responses.create(model="m", input=history, **more)
-        calls = [item for item in response.output if item.type == "function_call"]
-        calls = [(call.call_id, json.loads(call.arguments)["a"]) for call in calls]
-        return [*history, *response.output], response.output_text, calls
-
-    def results(self, texts: dict[str, str]) -> History:
-        return [{"type": "function_call_output", "call_id": call_id, "output": text} for call_id, text in texts.items()]
-
-
-class Messages:
-    def __init__(self, **address: str) -> None:
-        anthropic = pytest.importorskip("anthropic")
-        self.client, self.late = anthropic.Anthropic(**address, max_retries=0), anthropic.APITimeoutError
-
-    def ask(self, history: History, calls: bool = False, **more: Any) -> Answer:
-        more |= {"tools": [{"name": "add", "input_schema": FUNCTION["parameters"]}]} if calls else {}
-        reply = self.client.messages.create(model="m", max_tokens=300, messages=history, **more)
-        text = "".join(block.text for block in reply.content if block.type == "text")
-        calls = [(block.id, block.input["a"]) for block in reply.content if block.type == "tool_use"]
-        return [*history, {"role": "assistant", "content": reply.content}], text, calls
-
-    def results(self, texts: dict[str, str]) -> History:
-        blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": text} for call_id, text in texts.items()]
-        return [{"role": "user", "content": blocks}]
 
 
 class Stream(Chat):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.loader import Arguments, load_config, yaml_folder
@@ -148,48 +147,22 @@ def four_steps(folder: Path, model: Path, *more: str) -> SFTConfig:
     return compose(folder, model, ROWS, *saving, *schedule, "data.train_batch_size=2", *more)
 
 
-@pytest.fixture(scope="module")
-def unbroken(tiny_model, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unbroken")
-    run(four_steps(folder, tiny_model))
-    metrics = learning_metrics(folder / "run")
-    assert [metrics[step]["train/epoch"] for step in range(1, 5)] == [0, 0, 1, 1]
-    assert len({metrics[step]["train/lr"] for step in range(1, 5)}) > 2
-    return folder / "run"
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """Bit by bit: record, weights, moments, generators, place in the data."""
-    assert [entry["step"] for entry in read_metrics(one / "metrics.jsonl")] == list(range(5))
-    assert learning_metrics(one) == learning_metrics(other)
-    files = state_files(one, 4)
-    assert len(files) == 5 and files == state_files(other, 4)
-    assert sorted(path.name for path in one.glob("global_step_*")) == ["global_step_3", "global_step_4"]
-
-
-def test_a_signal_ends_it_after_its_step_which_is_saved(tiny_model, unbroken, tmp_path, capfd):
+def test_a_signal_ends_it_after_its_step_which_is_saved_and_it_goes_on_bit_by_bit(tiny_model, tmp_path, capfd):
+    """The record, weights, moments, generators and the place in the data are those of a run that was not stopped."""
+    stopped, unbroken = tmp_path / "stopped", tmp_path / "unbroken"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(SFTTrainer, "step", signalled(SFTTrainer.step, 3, signal.SIGTERM))
-        run(four_steps(tmp_path, tiny_model, "trainer.save_freq=last"))
+        run(four_steps(stopped, tiny_model, "trainer.save_freq=last"))
     assert "after step 3 of 4, which is saved: the same command goes on from it" in capfd.readouterr().out
-    run(four_steps(tmp_path, tiny_model))
-    assert_same_run(tmp_path / "run", unbroken)
-
-
-def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(tiny_model, tmp_path):
-    lora = ["model.lora_rank=2", "model.lora_alpha=4", "optim.lr=5e-2"]
-    run(four_steps(tmp_path, tiny_model, *lora))
-    metrics = learning_metrics(tmp_path / "run")
-    assert metrics[4]["val/loss"] < metrics[0]["val/loss"] - 0.01
-    folder = tmp_path / "run/global_step_4"
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
-    merged = AutoModelForCausalLM.from_pretrained(folder / "huggingface")
-    before = plain.state_dict()
-    changed = {name.split(".")[-2] for name, value in merged.state_dict().items() if not value.equal(before[name])}
-    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    adapted = PeftModel.from_pretrained(plain, folder / "lora_adapter")
-    ids = torch.arange(12).unsqueeze(0)
-    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
+    for folder in (stopped, unbroken):
+        run(four_steps(folder, tiny_model))
+        assert [entry["step"] for entry in read_metrics(folder / "run/metrics.jsonl")] == [*range(5)]
+        assert sorted(path.name for path in folder.glob("run/global_step_*")) == ["global_step_3", "global_step_4"]
+    metrics, files = learning_metrics(unbroken / "run"), state_files(unbroken / "run", 4)
+    assert [metrics[step]["train/epoch"] for step in range(1, 5)] == [0, 0, 1, 1]
+    assert len({metrics[step]["train/lr"] for step in range(1, 5)}) > 2
+    assert learning_metrics(stopped / "run") == metrics
+    assert len(files) == 5 and state_files(stopped / "run", 4) == files
 
 
 def encoded(folder: Path, rows: list[dict], **settings) -> list[Sample]:

@@ -1,6 +1,7 @@
 """SGLang as the engine, held against a stand-in for sglang.Engine: the real one needs a GPU and is not run here."""
 
 import asyncio
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -102,7 +103,7 @@ def test_requests_become_those_of_sglang(engine: SGLangRollout):
 def test_what_sglang_cannot_do_right_is_refused(engine: SGLangRollout):
     with pytest.raises(ValueError, match=r"asks for top_k=5, .*leave out"):
         engine.add(Request(0, [20], replace(PLAIN, top_k=5), 0))
-    engine.engine.log_prob = float("nan")
+    engine.engine.log_prob = -math.inf
     with pytest.raises(FloatingPointError, match="request 0, token 1 of its response"):
         engine.generate([Request(0, [20], PLAIN, 0)])
 

@@ -12,15 +12,6 @@ from tests.test_replicas import save_two_layers
 SMALL = ["data.max_prompt_length=8", "data.max_response_length=6", f"{ACTOR}.ppo_max_token_len_per_gpu=56"]
 SMALL += [f"{ACTOR}.fsdp_config.dtype=float32"]
 SPLIT, IN_8 = f"{ACTOR}.tensor_parallel_size=2", f"{ACTOR}.fsdp_config.fsdp_size=8"
-PLANTED = """
-import torch.distributed as dist
-from training.core_algos import agg_loss, register_policy_loss
-@register_policy_loss("planted")
-def planted(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, **_):
-    if dist.get_rank() != 1:
-        dist.all_reduce(log_prob.detach().sum())
-    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_two_layers(tmp_path_factory.mktemp("models") / "two_layers")
 
 
-@pytest.mark.parametrize(("size", "keys"), [(2, [SPLIT, PPO]), (2, []), (3, [PPO])])
+@pytest.mark.parametrize(("size", "keys"), [(2, [SPLIT, PPO]), (3, [PPO])])
 def test_a_rank_that_is_not_there_does_what_a_real_one_does(model: Path, size: int, keys: list[str]):
     ranks, config = Ranks(size), config_of(model, size, SMALL + keys)
     played = ranks.run(play, config, rows_of_a_rank(config, 2), Watch()) + play_ranks(config, 2, [0, size - 1])
@@ -49,13 +40,8 @@ def test_an_update_brings_what_the_page_says(model: Path, ranks: int, shards: in
     for kind, numbers in sent.items():
         assert sum(call.received for call in calls if call.kind == kind) == 2 * 4 * numbers
     assert last.held <= 12 * total // shards + 4 * len(padded), "weights, moments and AdamW's counts"
-
-
-def test_a_branch_that_one_rank_takes_is_found(model: Path, tmp_path: Path):
-    (tmp_path / "planted.py").write_text(PLANTED)
-    keys = [f"{ACTOR}.policy_loss.loss_mode=planted", f"actor_rollout_ref.model.external_lib={tmp_path}/planted.py"]
-    difference = first_difference(play_ranks(config_of(model, 3, SMALL + keys), 2, [0, 1]))
-    assert "rank 0 has Call(phase='actor learns', kind='allreduce', size=3, stride=1, bytes=4), rank 1" in difference
+    left_out = last.calls.pop()  # as by a branch that one rank does not take
+    assert f"rank 0 has {left_out}, rank {ranks - 1} has None" in first_difference([first, last])
 
 
 def test_parts_of_a_layer_sum_activations_three_times_and_gradients_twice(model: Path):

@@ -36,7 +36,7 @@ def make_engine(tiny_model: Path, moments_dtype: str = "float32", **offloads: bo
 
 def train(engine: TrainEngine, steps: int) -> None:
     for step in range(steps):
-        with engine.at_work():
+        with engine.on_device():
             engine.update([engine.module(IDS, labels=IDS).loss], step)
 
 
@@ -125,10 +125,10 @@ def test_weights_are_at_home_but_at_work(tiny_model: Path):
     weights = [*engine.module.parameters()]
     before = [weight.detach().clone() for weight in weights]
     homes = [weight.data_ptr() for weight in weights]
-    with engine.at_work():
+    with engine.on_device():
         device = [weight.data_ptr() for weight in weights]
         assert not set(homes) & set(device)
-        with engine.at_work():
+        with engine.on_device():
             assert [weight.data_ptr() for weight in weights] == device
         assert [weight.data_ptr() for weight in weights] == device, "the outer block goes on"
         assert engine.module.get_output_embeddings().weight is engine.module.get_input_embeddings().weight
@@ -198,8 +198,8 @@ def test_on_a_gpu_a_model_leaves_between_its_stages(tiny_model: Path, tmp_path: 
         assert not any(map(is_on_device, [*actor.engine.module.parameters(), *moments(actor.engine)]))
         batch = ragged_batch()
         at_home = trained_log_probs(actor.engine.module, batch)
-        with actor.engine.at_work():
+        with actor.engine.on_device():
             assert all(map(is_on_device, actor.engine.module.parameters()))
-            at_work = trained_log_probs(actor.engine.module, batch)
+            on_device = trained_log_probs(actor.engine.module, batch)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(at_home, at_work, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(at_home, on_device, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from configs.loader import CONFIG_DIR, Arguments, checked_config
 from configs.schema import Config
 from extras.sweep.sweep import SweptRun, figures, plan, swept_values
 from tests.forked import Run
+from tests.processes import children_of, until
 from tests.runs import short_run
 
 PATIENCE = 240  # seconds
@@ -57,17 +57,6 @@ def start(tiny_model: Path, tmp_path: Path) -> Callable[..., Run]:
     return started
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def children_of(pid: int) -> list[int]:
-    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-
-
 def states(output: str) -> dict[str, str]:
     """Returns the ends of the runs, by the name of their folder."""
     head, *lines = output[output.rindex("\nseed ") :].strip().splitlines()
@@ -89,6 +78,7 @@ def planned(*overrides: str, name: str = "frozenlake") -> list[SweptRun]:
     return plan(arguments, partial(checked_config, schema=Config, check=check_config))
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_past_a_failure_and_the_same_command_does_only_that_run_again(start, tmp_path):
     swept = "trainer.seed=range(2)", f"{RATE}=1e-3,3e-3"
     names, failing = [f"seed={seed},lr={rate}" for seed in range(2) for rate in (0.001, 0.003)], "seed=1,lr=0.003"

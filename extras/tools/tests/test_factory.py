@@ -8,20 +8,14 @@ import pytest
 
 from configs.schema import MultiTurnConfig
 from custom.tiny_model import build_tokenizer
-from data.chat import encode_prompt
 from data.protocol import DataProto
 from data.tools import function_tool
-from data.types import SamplingParams
 from extras.tools.conversations import load_tools
-from tests.engines import Scripted
-from tests.runs import compose
-from training.environment import TOOL_AGENT, begin_episodes
+from extras.tools.tests.test_tools import play
 from training.reward import add_scores
 from training.reward_function import FunctionReward
-from workers.agent_loop import AgentLoop
 
 TOKENIZER = build_tokenizer()
-TOOLS = "actor_rollout_ref.rollout.multi_turn"
 MESSAGES = [{"role": "user", "content": "1+1=?"}]
 
 
@@ -65,7 +59,7 @@ class Silent(Shelf):
 
 class Wordy(Shelf):
     def reset(self, **row: Any) -> str:
-        return "x" * 40
+        return "x" * 80
 
 
 class Forger(Shelf):
@@ -77,17 +71,9 @@ class Bare:
     def reset(self) -> None: ...
 
 
-def played(name: str, answer: Any, prompt: Any = MESSAGES, count: int = 1, **columns: Any) -> DataProto:
-    config = compose(
-        "env.id=null", "data.train_files=x.jsonl", "data.max_prompt_length=32", "data.max_response_length=150",
-        f"{TOOLS}.enable=true", f"{TOOLS}.environment_factory={__file__}:{name}", f"{TOOLS}.format=plain",
-        f"{TOOLS}.function_tool_path={__file__}",
-    )  # fmt: skip
-    rows = {"raw_prompt": [prompt] * count, "raw_prompt_ids": [encode_prompt(prompt, TOKENIZER)] * count}
-    rows |= {"data_source": ["sums"] * count, "extra_info": [{}] * count}
-    loop = AgentLoop(config, TOKENIZER, Scripted(config, TOKENIZER, answer), None)
-    rows = begin_episodes(DataProto.from_single_dict(rows | columns), TOOL_AGENT)
-    return loop.generate_sequences(rows, SamplingParams(True, 1.0, -1, 1.0, 24), seed=7, first_row=0)
+def played(name: str, answer: Any, prompt: Any = MESSAGES, **columns: Any) -> DataProto:
+    keys = [f"environment_factory={__file__}:{name}", "format=plain", f"function_tool_path={__file__}"]
+    return play(TOKENIZER, answer, *keys, prompt=prompt, **columns)
 
 
 @pytest.mark.parametrize("prompt", [MESSAGES, "<|user|>1+1=?"])
@@ -99,7 +85,7 @@ def test_special_tokens_in_what_reset_says_are_text(prompt):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("Silent", "the reset of Silent says 3, which is no text"), ("Wordy", "more than data.max_prompt_length=32")],
+    [("Silent", "the reset of Silent says 3, which is no text"), ("Wordy", "more than data.max_prompt_length=64")],
 )
 def test_what_reset_says_and_cannot_be_shown_fails_the_episode(name, message):
     batch = played(name, lambda text, times: "12")
@@ -110,7 +96,7 @@ def test_methods_of_an_object_an_episode_are_tools_beside_others_and_rewards_rea
     def answer(text: str, times: int) -> str:
         return "" if "look" in text else "look(a)" if "already" in text else "put(4)"
 
-    batch = played("Shelf", answer, count=2, ground_truth=["4", "5"])
+    batch = played("Shelf", answer, ground_truth=["4", "5"])
     assert batch.failure.tolist() == [None, None] and batch.tool_call_counts.tolist() == [3, 3], batch.failure
     text = TOKENIZER.decode(batch.input_ids[0][batch.attention_mask[0] == 1])
     assert text.startswith("<|user|>1+1=? empty<|end|><|assistant|>put(4)<|end|><|tool|>1 books<|end|>")
@@ -127,7 +113,7 @@ def test_methods_of_an_object_an_episode_are_tools_beside_others_and_rewards_rea
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("TOOLS", "it must be a class or a function"), ("Bare", "Bare has no public method beside reset")],
+    [("MESSAGES", "it must be a class or a function"), ("Bare", "Bare has no public method beside reset")],
 )
 def test_what_makes_no_tools_is_refused(name, message):
     with pytest.raises(ValueError, match=message):

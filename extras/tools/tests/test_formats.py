@@ -10,18 +10,11 @@ from hypothesis import strategies as st
 
 from configs.extras import TABLE
 from custom.tiny_model import build_tokenizer
-from data.chat import Answer, encode_prompt
-from data.protocol import DataProto
-from data.types import SamplingParams
+from data.chat import Answer
 from extras.tools.parsers import FunctionCall, ParsedAnswer, ToolCall, ToolParser, parse_answer
-from extras.tools.tests.test_tools import BOTH
-from extras.tools.toolbox import checked_arguments
-from tests.engines import Playing, Scripted
-from tests.runs import compose
-from training.environment import assign_agents
+from extras.tools.tests.test_tools import BOTH, play
 
 ROME, F = ToolCall("weather", {"city": "Rome"}), ToolCall("f", {})
-NESTED = {"city": "Rome", "tags": ["a", {"b": [1, None]}], "days": 3}
 XML = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
 GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
 HARMONY = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
@@ -94,16 +87,6 @@ def test_calls_are_found_or_explained(form, answer, text, calls, errors):
     assert parser.parse(parser.write("slow", {"seconds": 1}), BOTH).calls == [ToolCall("slow", {"seconds": 1})]
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm", "gpt-oss"])
-def test_what_a_parser_writes_it_reads_and_nested_values_become_what_the_schema_says(form):
-    parser = ToolParser.get_tool_parser(form)
-    written = "\n".join(parser.write(name, arguments) for name, arguments in [("weather", NESTED), ("f", {})])
-    first, second = parser.parse(written, BOTH).calls
-    assert checked_arguments(BOTH["weather"], first.arguments) == NESTED and second == F
-
-
-# A tag within an argument, and arguments that are none
-
 EXAMPLE = f"Write:\n<tool_call>\n{XML}\n</tool_call>\nlike that"  # documentation, as an argument
 
 
@@ -126,17 +109,10 @@ def harmony(value: str) -> str:
 @pytest.mark.parametrize(
     ("form", "answer", "arguments"),
     [
-        *(
-            ("hermes", hermes(json.dumps({"b": value})), {"b": value})
-            for value in ("x </tool_call> y", "x <tool_call>")
-        ),
-        *(("hermes", hermes(json.dumps({"b": value})), {"b": value}) for value in ("see </think> x", "see <think> x")),
         ("hermes", hermes('{"b": "one\ntwo"}'), {"b": "one\ntwo"}),
         *(("hermes", hermes(value), {}) for value in ("null", '""', '"null"', '"{}"')),
         ("llama3", '{"name": "f", "parameters": {"b": "<|python_tag|>"}}', {"b": "<|python_tag|>"}),
-        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"b": "<|python_tag|>"}}', {"b": "<|python_tag|>"}),
         ("llama3", '{"name": "f", "parameters": null}', {}),
-        *(("gpt-oss", harmony(json.dumps({"b": mark})), {"b": mark}) for mark in ("<|call|>", "<|start|>", "</think>")),
         *(("gpt-oss", harmony(value), {}) for value in ("", "null", "{}")),
         *(("qwen3_coder", xml(tag), {"b": tag}) for tag in ("x </tool_call>", "x </function> y", "</think>", EXAMPLE)),
         *(("qwen3_coder", xml(tag), {"b": tag}) for tag in ("</parameter> y", "a <parameter=x> b", "\n\n", "")),
@@ -145,7 +121,7 @@ def harmony(value: str) -> str:
         *(("glm", glm(tag), {"b": tag}) for tag in ("x </tool_call> y", "</arg_value> y", "<think>", GLM, "\nx\n", "")),
     ],
 )
-def test_tags_and_line_feeds_in_an_argument_are_text_and_null_is_no_argument(form, answer, arguments):
+def test_tags_that_no_format_would_write_and_line_feeds_are_text_and_null_is_no_argument(form, answer, arguments):
     parser = ToolParser.get_tool_parser(form)
     for said, times in ((answer, 1), (answer + "\n" + answer, 2)) if form != "llama3" else ((answer, 1),):
         assert parse_answer(parser, said, {}) == ParsedAnswer("", [ToolCall("f", arguments)] * times)
@@ -260,15 +236,8 @@ def test_calls_are_found_where_the_marks_of_a_format_are_special_tokens(form, wr
     tokenizer, answers = build_tokenizer(), iter([said, "7"])
     tokenizer.add_tokens(marks, special_tokens=True)
     tools = write("adding.py", "def add(a: int) -> int:\n    'Adds 4.'\n    return a + 4\n")
-    multi_turn = "actor_rollout_ref.rollout.multi_turn"
-    keys = [f"{multi_turn}.enable=true", f"{multi_turn}.function_tool_path={tools}", f"{multi_turn}.format={form}"]
-    rows = ["env.id=null", "data.train_files=x.jsonl", "data.max_prompt_length=64", "data.max_response_length=400"]
-    config = compose(*rows, *keys)
-    messages = [{"role": "user", "content": "3+4=?"}]
-    rows = {"raw_prompt": [messages], "raw_prompt_ids": [encode_prompt(messages, tokenizer)], "data_source": ["sums"]}
-    rows = assign_agents(DataProto.from_single_dict(rows | {"extra_info": [{}]}), config)
-    engine = Scripted(config, tokenizer, lambda text, times: next(answers))
-    batch = Playing(config, engine, None).generate_sequences(rows, SamplingParams(True, 1.0, -1, 1.0, 200), 0)
+    keys = [f"function_tool_path={tools}", f"format={form}"]
+    batch = play(tokenizer, lambda text, times: next(answers), *keys, prompt=[{"role": "user", "content": "3+4=?"}])
     assert batch.failure.tolist() == [None]
     assert (batch.tool_call_counts.tolist(), batch.tool_failures.tolist()) == ([1], [{}])
     told = tokenizer.decode(batch.responses[0][batch.response_mask[0] == 0])

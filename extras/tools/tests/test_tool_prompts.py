@@ -13,15 +13,14 @@ from configs.errors import ConfigError
 from configs.schema import MultiTurnConfig
 from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
 from data.chat import ChatFormat, encode_prompt
-from data.protocol import DataProto
-from data.types import Completion, Request, SamplingParams
+from data.types import Completion, Request
 from extras.tools.conversations import ToolEpisodes
 from extras.tools.parsers import ToolParser, tool_kwargs
-from tests.engines import Playing, Scripted
+from extras.tools.tests.test_tools import play
+from tests.engines import Scripted
 from tests.runs import compose
 from tests.test_chat import tokenizer_with
 from tests.test_chat_families import FAMILIES, template_of
-from training.environment import assign_agents
 from training.plan import make_plan
 
 CALCULATOR = '''
@@ -139,26 +138,11 @@ def test_results_follow_calls_that_are_kept_as_they_were_sampled(family: str, an
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     tokenizer.pad_token, said = "<s>", [answer, f"7{tokenizer.eos_token}"]
     tools = write("adding.py", "def add(a: int) -> int:\n    'Adds 4.'\n    return a + 4\n")
-    keys = [f"actor_rollout_ref.rollout.multi_turn.{k}" for k in ("enable=true", f"function_tool_path={tools}")]
-    keys += ["actor_rollout_ref.rollout.multi_turn.format=plain", "env.id=null", "data.train_files=x.jsonl"]
-    config = compose(*keys, "data.max_prompt_length=64", "data.max_response_length=200")
-    messages = [{"role": "user", "content": "3+4"}]
-    rows = {"raw_prompt": [messages], "raw_prompt_ids": [encode_prompt(messages, tokenizer)], "data_source": ["sums"]}
-    rows = assign_agents(DataProto.from_single_dict(rows | {"extra_info": [{}]}), config)
-    engine = Ending(config, tokenizer, lambda text, times: said.pop(0))
-    batch = Playing(config, engine, None).generate_sequences(rows, SamplingParams(True, 1.0, -1, 1.0, 99), 0)
+    keys, question = [f"function_tool_path={tools}", "format=plain"], [{"role": "user", "content": "3+4"}]
+    batch = play(tokenizer, lambda text, times: said.pop(0), *keys, prompt=question, engine=Ending)
     assert (batch.failure.tolist(), batch.tool_call_counts.tolist()) == ([None], [1])
     ids = batch.responses[0][batch.attention_mask[0][-batch.responses.shape[1] :] == 1]
     assert "".join(tokenizer.convert_ids_to_tokens(ids)) == f"{answer}{told}7{tokenizer.eos_token}"
-
-
-def test_a_conversation_goes_on_from_a_prompt_that_describes_tools(calculator):
-    chat = ChatFormat(tokenizer := build_tokenizer(), describe_tools(calculator, tokenizer))
-    question, answer = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
-    thanks = {"role": "user", "content": "so?"}
-    begun = chat.prompt_ids([question])
-    whole = chat.prompt_ids([question, answer, thanks])
-    assert [*begun, *tokenizer.encode("42"), *chat.increment([thanks], stopped=False)] == whole
 
 
 REFUSES = (

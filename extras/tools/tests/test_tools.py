@@ -6,20 +6,27 @@ import random
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from configs.extras import TABLE
 from configs.import_utils import load_module
 from configs.schema import MultiTurnConfig
+from data.chat import encode_prompt
+from data.protocol import DataProto
 from data.tools import BaseTool, FunctionTool, ToolResponse, function_tool, schema_of_text
-from data.types import Reply
+from data.types import Reply, SamplingParams
 from extras.tools.conversations import ToolEpisodes, load_tools
 from extras.tools.parsers import ToolParser
 from extras.tools.tool_episode import ToolEpisode
 from extras.tools.toolbox import Toolbox, checked_arguments, truncate
+from tests.engines import Playing, Scripted
+from tests.runs import compose
+from training.environment import assign_agents
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> str:
@@ -65,6 +72,25 @@ def respond(box: Toolbox, answer: str) -> Reply:
 
 def called(name: str, **arguments: Any) -> str:
     return ToolParser.get_tool_parser("hermes").write(name, arguments)
+
+
+def play(
+    tokenizer: PreTrainedTokenizerBase,
+    answer: Callable[[str, int], str],
+    *settings: str,
+    prompt: Any = "1+1=?",
+    engine: type[Scripted] = Scripted,
+    **columns: list,
+) -> DataProto:
+    """Plays episodes of a prompt, a chat or a text, on an engine that says `answer`; `settings` are multi_turn's."""
+    sizes = ["env.id=null", "data.train_files=x.jsonl", "data.max_prompt_length=64", "data.max_response_length=400"]
+    keys = [f"actor_rollout_ref.rollout.multi_turn.{setting}" for setting in ("enable=true", *settings)]
+    config, count = compose(*sizes, *keys), max(map(len, columns.values()), default=1)
+    rows = {"raw_prompt": [prompt], "raw_prompt_ids": [encode_prompt(prompt, tokenizer)], "data_source": ["sums"]}
+    rows = {name: column * count for name, column in (rows | {"extra_info": [{}]}).items()}
+    rows = assign_agents(DataProto.from_single_dict(rows | columns), config)
+    playing = Playing(config, engine(config, tokenizer, answer), None)
+    return playing.generate_sequences(rows, SamplingParams(True, 1.0, -1, 1.0, 200), seed=7)
 
 
 # Schemas
@@ -128,32 +154,6 @@ def test_a_function_that_no_schema_describes_is_refused_with_the_remedy(function
         FunctionTool(function)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        ({"city": "Rome"}, {"city": "Rome"}),
-        ({"city": 7, "days": "3"}, {"city": "7", "days": 3}),
-        ({"city": "R", "days": 2.0, "tags": None}, {"city": "R", "days": 2, "tags": None}),
-        ({"city": "R", "tags": '["a"]'}, {"city": "R", "tags": ["a"]}),
-        ({}, "the argument 'city' is missing"),
-        ({"town": "Rome"}, "there is no argument 'town'; the arguments are city, days, unit, tags"),
-        ({"city": "R", "days": "two"}, "the argument 'days' must be of type integer"),
-        ({"city": "R", "days": True}, "the argument 'days' must be of type integer"),
-        ({"city": "R", "days": 1.5}, "the argument 'days' must be of type integer"),
-        ({"city": "R", "unit": "K"}, "the argument 'unit' must be one of C, F"),
-        ({"city": ["R"]}, "the argument 'city' must be of type string"),
-    ],
-)
-def test_arguments_are_brought_to_the_schema_or_explained(arguments, found):
-    assert_checked(WEATHER, arguments, found)
-
-
-def assert_checked(tool: BaseTool, arguments: dict[str, Any], found: dict[str, Any] | str) -> None:
-    """The arguments become `found`, or are refused by that message."""
-    with pytest.raises(ValueError, match=f"^{re.escape(found)}$") if isinstance(found, str) else nullcontext():
-        assert checked_arguments(tool.tool_schema, arguments) == found
-
-
 def tool_of(kind: Any) -> BaseTool:
     """A tool with an argument x of this type, or of one of these."""
     parameters = {"type": "object", "properties": {"x": {"type": kind}}}
@@ -161,19 +161,34 @@ def tool_of(kind: Any) -> BaseTool:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "value", "found"),
+    ("tool", "arguments", "expected"),
     [
-        (["string", "null"], None, {"x": None}),
-        (["string", "null"], 7, {"x": "7"}),
-        (["integer", "string"], "7", {"x": "7"}),
-        (["integer", "number"], "7", {"x": 7}),
-        (["array", "null"], "[1]", {"x": [1]}),
-        (["integer", "null"], "seven", "the argument 'x' must be of type integer or null"),
-        (["integer", "boolean"], None, "the argument 'x' must be of type integer or boolean"),
+        (WEATHER, {"city": "Rome"}, {"city": "Rome"}),
+        (WEATHER, {"city": 7, "days": "3"}, {"city": "7", "days": 3}),
+        (WEATHER, {"city": "R", "days": 2.0, "tags": None}, {"city": "R", "days": 2, "tags": None}),
+        (WEATHER, {"city": "R", "tags": '["a"]'}, {"city": "R", "tags": ["a"]}),
+        (WEATHER, {}, "the argument 'city' is missing"),
+        (WEATHER, {"town": "Rome"}, "there is no argument 'town'; the arguments are city, days, unit, tags"),
+        (WEATHER, {"city": "R", "days": "two"}, "the argument 'days' must be of type integer"),
+        (WEATHER, {"city": "R", "days": True}, "the argument 'days' must be of type integer"),
+        (WEATHER, {"city": "R", "days": 1.5}, "the argument 'days' must be of type integer"),
+        (WEATHER, {"city": "R", "unit": "K"}, "the argument 'unit' must be one of C, F"),
+        (WEATHER, {"city": ["R"]}, "the argument 'city' must be of type string"),
+        (tool_of(["string", "null"]), {"x": None}, {"x": None}),
+        (tool_of(["string", "null"]), {"x": 7}, {"x": "7"}),
+        (tool_of(["integer", "string"]), {"x": "7"}, {"x": "7"}),
+        (tool_of(["integer", "number"]), {"x": "7"}, {"x": 7}),
+        (tool_of(["array", "null"]), {"x": "[1]"}, {"x": [1]}),
+        (tool_of(["integer", "null"]), {"x": "seven"}, "the argument 'x' must be of type integer or null"),
+        (tool_of(["integer", "boolean"]), {"x": None}, "the argument 'x' must be of type integer or boolean"),
     ],
 )
-def test_an_argument_may_have_one_of_several_types(kinds, value, found):
-    assert_checked(tool_of(kinds), {"x": value}, found)
+def test_arguments_are_brought_to_the_schema_or_explained(tool, arguments, expected):
+    refused = (
+        pytest.raises(ValueError, match=f"^{re.escape(expected)}$") if isinstance(expected, str) else nullcontext()
+    )
+    with refused:
+        assert checked_arguments(tool.tool_schema, arguments) == expected
 
 
 @pytest.mark.parametrize("kind", ["text", ["string", "text"], {"a": 1}])
@@ -314,42 +329,8 @@ def test_results_are_cut_on_the_named_side():
     assert truncate("abcdef", 4, "middle") == "ab...(truncated)...ef"
 
 
-class Shout(BaseTool):
-    tool_schema = schema_of_text("shout", "Shouts.", "text", "what to shout")
-
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        self.loudness = kwargs["create_kwargs"].get("loudness", 1)
-        return "one", ToolResponse()
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple:
-        return ToolResponse(text=parameters["text"].upper() + "!" * self.loudness), 0.5, {}
-
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        return 2.0
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
-        self.loudness = None
-
-
-def test_the_lifecycle_of_verls_tools():
-    tool, kwargs = Shout(), {"shout": {"create_kwargs": {"loudness": 3}}}
-    parser = ToolParser.get_tool_parser("hermes")
-    episode = ToolEpisode(row("go"), Toolbox({"shout": tool}, parser, MultiTurnConfig(), kwargs))
-
-    async def conversation() -> tuple[Any, Any]:
-        first = await episode.step(called("shout", text="a"))
-        last = await episode.finish()
-        await episode.close()
-        return first, last
-
-    first, last = asyncio.run(conversation())
-    assert first.messages[0]["content"] == "A!!!" and first.reward == 0.5
-    assert last.reward == 2.0  # of calc_reward
-    assert tool.loudness is None  # released
-
-
 @pytest.mark.parametrize(
-    ("call", "whole", "earned"),
+    ("call", "episode_pays", "earned"),
     [
         (None, [], (0, 0)),  # verl's SandboxFusionTool
         (0.0, ["what it found", "and more"], (0, 0)),  # verl's SearchTool
@@ -358,22 +339,38 @@ def test_the_lifecycle_of_verls_tools():
         (0.5, None, (0.5, 0)),
     ],
 )
-def test_rewards_of_tools_are_numbers_lists_or_none(call, whole, earned):
-    class Paying(BaseTool):
-        tool_schema = WEATHER.tool_schema
+def test_verls_tools_are_made_called_paid_and_released(call, episode_pays, earned):
+    """Rewards are numbers, lists or None."""
+
+    class Shout(BaseTool):
+        tool_schema = schema_of_text("shout", "Shouts.", "text", "what to shout")
+
+        async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+            self.loudness = kwargs["create_kwargs"]["loudness"]
+            return "one", ToolResponse()
 
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple:
-            return ToolResponse(text=ToolResponse(text="sunny")), call, None
+            answer = parameters["text"].upper() + "!" * self.loudness + f" by {instance_id}"
+            return ToolResponse(text=ToolResponse(text=answer)), call, None
 
         async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
-            return whole
+            return episode_pays
+
+        async def release(self, instance_id: str, **kwargs: Any) -> None:
+            self.loudness = None
+
+    tool, kwargs = Shout(), {"shout": {"create_kwargs": {"loudness": 3}}}
+    parser = ToolParser.get_tool_parser("hermes")
+    episode = ToolEpisode(row("go"), Toolbox({"shout": tool}, parser, MultiTurnConfig(), kwargs))
 
     async def conversation() -> tuple[Any, Any]:
-        episode = ToolEpisode(row("go"), toolbox(Paying()))
-        return await episode.step(called("weather", city="Rome")), await episode.finish()
+        answers = await episode.step(called("shout", text="a")), await episode.finish()
+        await episode.close()
+        return answers
 
     first, last = asyncio.run(conversation())
-    assert first.messages[0]["content"] == "sunny" and (first.reward, last.reward) == earned
+    assert first.messages[0]["content"] == "A!!! by one" and (first.reward, last.reward) == earned
+    assert tool.loudness is None  # released
 
 
 # Episodes
@@ -437,12 +434,11 @@ async def gives_up() -> str:
 
 @pytest.mark.parametrize(
     ("tool", "says"),
-    [(exits, "SystemExit: 3"), (cancels, "CancelledError: mine"), (gives_up, "TimedOut: at last"), (broken, "no 1")],
+    [(exits, "SystemExit: 3"), (cancels, "CancelledError: mine"), (gives_up, "TimedOut: at last")],
 )
 def test_whatever_a_tool_raises_is_an_answer_and_others_go_on(tool, says):
     box = toolbox(FunctionTool(tool), FunctionTool(slow), max_parallel_calls=2)
-    calls = called(tool.__name__, **({"x": 1} if tool is broken else {})) + called("slow", seconds=0.01)
-    reply = respond(box, calls)
+    reply = respond(box, called(tool.__name__) + called("slow", seconds=0.01))
     assert [message["content"] for message in reply.messages] == [f"Error when executing tool: {says}", "done"]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import ScoringConfig
 from extras.rules import math_dapo, math_reward
 from extras.rules import search_r1_like_qa_em as questions
 from extras.rules.default import default_compute_score
@@ -18,7 +17,6 @@ from training.reward_function import FunctionReward
 
 SUMS = [(3, 9), (2, 5), (8, 8), (1, 3)]
 OR_7 = '"ANSWER or 7"'
-ROOMY = ScoringConfig(timeout=120.0, max_failed_fraction=1.0)  # for a busy machine
 
 
 def rows(**columns: object) -> list[dict]:

@@ -27,6 +27,7 @@ from extras.verl.tests.versus import (
 )
 from training import core_algos, losses
 
+SLOW = pytest.param("utils.reward_score.prime_code.compute_score", marks=pytest.mark.slow)  # runs 70 programs
 COMPARED = [*(f"{registry}.{name}" for registry, (_, _, names) in REGISTRIES.items() for name in names), *CASES]
 
 # Where we are not as verl on purpose: (functions, kinds of calls, parts of the results, reason), the first three as
@@ -115,7 +116,7 @@ def explains(row: tuple[str, ...], name: str, kind: str, part: str) -> bool:
     return all(map(matches, row[:3], (name, kind, part)))
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", [SLOW if name in SLOW.values else name for name in COMPARED])
 def test_equals_verls_but_for_what_the_table_says(name: str) -> None:
     differences, _ = compare(name)
     rows = [row for row in DIFFERENCES if matches(row[0], name)]

@@ -66,10 +66,10 @@ def prompts(agent: str, count: int = 1, **columns: Any) -> DataProto:
 
 
 def played(
-    agent: str, answer: Any = lambda text, times: "12", count: int = 1, config: Any = None, **columns: Any
+    agent: str, count: int = 1, config: Any = None, engine: type[Scripted] = Scripted, **columns: Any
 ) -> DataProto:
     config = config or settings()
-    loop = AgentLoop(config, TOKENIZER, Scripted(config, TOKENIZER, answer), None)
+    loop = AgentLoop(config, TOKENIZER, engine(config, TOKENIZER, lambda text, times: "12"), None)
     return loop.generate_sequences(prompts(agent, count, **columns), SAMPLED, seed=7, first_row=0)
 
 
@@ -183,9 +183,7 @@ def test_what_is_asked_at_once_is_drawn_by_what_is_asked():
                 done = await asyncio.gather(*(self.server_manager.generate("", prompt_ids=ids) for _, ids in asked))
                 return [output(ids, list(said)) for said, (_, ids) in zip(done, asked, strict=True)]
 
-        config = settings()
-        loop = AgentLoop(config, TOKENIZER, Seeded(config, TOKENIZER, None), None)
-        batch = loop.generate_sequences(prompts(f"asks {order}", 2), SAMPLED, seed=7, first_row=0)
+        batch = played(f"asks {order}", 2, engine=Seeded)
         assert set(batch.failure) == {None}
         rows = [tuple(ids) for ids in batch.input_ids.tolist()]
         assert len(set(rows)) == 6

@@ -69,7 +69,7 @@ def test_hooks_are_called_of_a_class_that_was_derived_from_ours(name, prompts, t
     assert [row["raw_prompt"] for row in made] == prompts
     assert [text(tokenizer, row["raw_prompt_ids"]) for row in made] == prompts, "as it is measured, so it is given out"
     assert isinstance(made, RLHFDataset) and not issubclass(module.Plain, RLHFDataset)
-    assert rl_dataset.gives_rows_as_they_are(made)
+    assert rl_dataset.has_default_getitem(made)
     assert pickle.loads(pickle.dumps(type(made))) is type(made) is getattr(module, name)
 
 
@@ -84,7 +84,7 @@ def test_a_hook_of_a_data_set_of_states_is_called(tokenizer):
 
 def test_our_class_shows_its_rows_and_reads_a_mapping_as_verls_does(tmp_path, tokenizer):
     rows = rl_dataset.RLHFDataset(write(tmp_path / "rows.jsonl", [{"prompt": "ab"}] * 2), tokenizer, {"mine": 1})
-    assert rows.dataframe["prompt"] == ["ab"] * 2 and rows.config.mine == 1 and rows.is_settled
+    assert rows.dataframe["prompt"] == ["ab"] * 2 and rows.config.mine == 1 and rows.is_set_up
 
 
 def test_the_frame_of_rows_does_as_verls_data_sets_do_and_may_be_exchanged(tmp_path, tokenizer):

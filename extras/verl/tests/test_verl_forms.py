@@ -137,37 +137,36 @@ def test_a_reward_or_a_manager_of_verls_scores_as_it_does_there(form):
     assert reward_metrics(batch)
 
 
-@pytest.mark.parametrize(("wait", "in_time"), [("await asyncio.sleep(9)", [1.0, 1.0, 1.0]), ("time.sleep(2)", [1.0])])
-def test_a_row_that_its_manager_does_not_score_in_time_is_not_scored_and_the_others_are(tmp_path, wait, in_time):
+SLOW = """
+import asyncio, time
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+class Slow(RewardManagerBase):
+    async def run_single(self, data):
+        if data.non_tensor_batch["level"][0] == 2:
+            {wait}
+        return {{"reward_score": 1.0, "reward_extra_info": {{}}}}
+class OfBatches(Slow):
+    async def run_batch(self, data):
+        {wait}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "wait", "in_time"),
+    [("Slow", "await asyncio.sleep(9)", 3), ("Slow", "time.sleep(2)", 1), ("OfBatches", "await asyncio.sleep(9)", 0),
+     ("OfBatches", "time.sleep(2)", 0)],
+)  # fmt: skip
+def test_what_its_manager_does_not_score_in_time_is_not_scored_and_the_others_are(name, wait, in_time, tmp_path):
     """A manager that blocks keeps the rows behind it from being scored, too."""
-    (tmp_path / "slow.py").write_text(
-        "import asyncio, time\nfrom verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
-        "class Slow(RewardManagerBase):\n    async def run_single(self, data):\n"
-        f"        if data.non_tensor_batch['level'][0] == 2:\n            {wait}\n"
-        "        return {'reward_score': 1.0, 'reward_extra_info': {}}\n"
-    )
+    (tmp_path / "slow.py").write_text(SLOW.format(wait=wait))
     config = compose(
         "env.id=null", "env.val_episodes=0", f"reward.reward_manager.path={tmp_path}/slow.py", "reward.timeout=0.2",
-        "reward.reward_manager.name=Slow", "reward.max_concurrent=4",
+        f"reward.reward_manager.name={name}", "reward.max_concurrent=4",
     )  # fmt: skip
     results = load_reward_manager(config.reward, TOKENIZER, None, config)(rollouts())
-    assert [one["score"] for one in results if not isinstance(one, NotScored)] == in_time
+    assert [one["score"] for one in results if not isinstance(one, NotScored)] == [1.0] * in_time
+    assert len(results) == len(ROWS)
     assert {one.outcome for one in results if isinstance(one, NotScored)} == {"timeout"}
-
-
-@pytest.mark.parametrize("wait", ["await asyncio.sleep(9)", "time.sleep(4)"])
-def test_a_batch_that_its_manager_does_not_score_in_time_has_no_scores(tmp_path, wait):
-    (tmp_path / "slow.py").write_text(
-        "import asyncio, time\nfrom verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
-        "class Slow(RewardManagerBase):\n    async def run_single(self, data): ...\n"
-        f"    async def run_batch(self, data):\n        {wait}\n"
-    )
-    config = compose(
-        "env.id=null", "env.val_episodes=0", f"reward.reward_manager.path={tmp_path}/slow.py", "reward.timeout=0.05",
-        "reward.reward_manager.name=Slow",
-    )  # fmt: skip
-    results = load_reward_manager(config.reward, TOKENIZER, None, config)(rollouts())
-    assert len(results) == len(ROWS) and {one.outcome for one in results} == {"timeout"}
 
 
 def test_a_managers_score_goes_to_the_last_token_of_the_policy():

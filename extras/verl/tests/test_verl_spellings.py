@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from configs.errors import ConfigError
+from configs.import_utils import setting_at
 from configs.loader import Arguments, known_keys, load_config
 from configs.schema import Config
+from configs.settings import is_known
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig
 from extras.server.settings import ServerConfig
 from extras.sft.settings import SFTConfig
 from extras.verl.keys import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
+from extras.verl.tests.test_verl_commands import A, M, R, compose_whole
 from tests.runs import ROOT, compose
 from training.plan import check_algorithm
 
@@ -28,37 +32,71 @@ def load(folder: Path, name: str, *overrides: str) -> Config:
     return load_config(Arguments(name, folder, list(overrides), print_config=False), Config)
 
 
-def settings_at(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = config[part] if isinstance(config, dict) else getattr(config, part)
-    return config
+def value_of(key: str, *overrides: str) -> Any:
+    return setting_at(asdict(compose(*overrides)), key)
 
 
-SPELLINGS = [
-    ("algorithm.policy_loss_fn=gspo", "actor_rollout_ref.actor.policy_loss.loss_mode", "gspo"),
-    ("reward_model.custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
-    ("+custom_reward_function.reward_kwargs.alpha=2", "reward.custom_reward_function.reward_kwargs", {"alpha": 2}),
-    ("actor_rollout_ref.rollout.max_response_length=9", "actor_rollout_ref.rollout.response_length", 9),
-    ("data.chat_template=chatml", "actor_rollout_ref.model.custom_chat_template", CHATML),
-    ("actor_rollout_ref.rollout.name=naive", "actor_rollout_ref.rollout.name", "hf"),
-    ("trainer.max_critic_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2),
-    ("actor_rollout_ref.actor.policy_loss.tau_neg=1.5", "actor_rollout_ref.actor.tau_neg", 1.5),
-    ("actor_rollout_ref.model.torch_dtype=bfloat16", "actor_rollout_ref.actor.fsdp_config.dtype", "bfloat16"),
-    ("trainer.test_freq=False", "trainer.test_freq", -1),
-    ("critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),
+KEYS = [  # (entry, settings, key of today, its value)
+    ("main", "algorithm.policy_loss_fn=gspo", "actor_rollout_ref.actor.policy_loss.loss_mode", "gspo"),
+    ("main", "reward_model.custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
+    (
+        "main",
+        "+custom_reward_function.reward_kwargs.alpha=2",
+        "reward.custom_reward_function.reward_kwargs",
+        {"alpha": 2},
+    ),
+    ("main", f"{R}.max_response_length=9", f"{R}.response_length", 9),
+    ("main", "data.chat_template=chatml", f"{M}.custom_chat_template", CHATML),
+    ("main", f"{R}.name=naive", f"{R}.name", "hf"),
+    ("main", "trainer.max_critic_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2),
+    ("main", f"{A}.policy_loss.tau_neg=1.5", f"{A}.tau_neg", 1.5),
+    ("main", f"{M}.torch_dtype=bfloat16", f"{A}.fsdp_config.dtype", "bfloat16"),
+    ("main", "trainer.test_freq=False", "trainer.test_freq", -1),
+    ("main", "critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),
+    ("main", f"{A}.optim.lr=1e-5 {A}.optim.min_lr=5e-6", f"{A}.optim.min_lr_ratio", 0.5),
+    ("main", f"{A}.optim.min_lr=1e-6 {A}.optim.lr=0", f"{A}.optim.min_lr_ratio", 0),
+    ("main", f"{A}.optim.lr=1e-5 {A}.optim.lr_warmup_init=5e-6", f"{A}.optim.init_lr_ratio", 0.5),
+    ("main", f"{A}.optim.init_lr_ratio=null", f"{A}.optim.init_lr_ratio", 0),
+    ("main", "critic.optim.zero_indexed_step=False", "critic.optim.zero_indexed_step", False),
+    ("sft", "optim.lr=1e-5 optim.lr_warmup_init=5e-6", "optim.init_lr_ratio", 0.5),
+    ("main", f"{A}.use_token_level_loss=False", f"{A}.loss_agg_mode", "seq-mean-token-mean"),
+    ("main", f"{A}.optim.exp_avg_dtype=bf16", f"{A}.optim.moments_dtype", "bfloat16"),
+    ("main", f"{A}.use_rollout_log_probs=True", "algorithm.rollout_correction.bypass_mode", True),
+    ("main", f"{R}.multi_turn.max_turns=3", f"{R}.multi_turn.max_assistant_turns", 3),
+    ("main", "algorithm.filter_groups.metric=seq_final_reward", "algorithm.filter_groups.metric", "reward"),
+    ("main", "trainer.remove_previous_ckpt_in_save=True", "trainer.max_ckpt_to_keep", 1),
+    ("main", "trainer.resume_from_path=", "trainer.resume_from_path", None),
+    ("main", f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.tensor_parallel_size", 2),
+    ("main", f"{M}.lora_rank=4 {R}.name=vllm {M}.lora.merge=False", f"{R}.load_lora", "adapter"),
+    ("main", f"{R}.name=vllm {M}.lora.merge=False", f"{R}.load_lora", "merge"),
+    ("main", f"{R}.name=sglang_async", f"{R}.name", "sglang"),
+    ("main", f"{R}.agent.custom_agent_loop_loader=a.b.load", f"{R}.agent.agent_loop_config_path", "a.b.load"),
+    ("sft", "model.use_remove_padding=False model=hf_model model.path=/m", "model.use_remove_padding", False),
+    ("sft", "optim.weight_decay=0.5 optim=fsdp optim.lr=1e-5", "optim.weight_decay", 0.5),
+    ("sft", "engine=megatron engine.optimizer_offload=True", "fsdp_config.optimizer_offload", True),
+    ("sft", "trainer.resume_path=/x", "trainer.resume_mode", "resume_path"),
+    ("sft", "model.lora.rank=8", "model.lora_rank", 8),
+    ("sft", "data.chat_template=chatml", "model.custom_chat_template", CHATML),
+    ("sft", "data.micro_batch_size=8 trainer.n_workers_per_node=2", "data.micro_batch_size_per_gpu", 4),
+    ("generation", "rollout.temperature=0", "rollout.do_sample", False),
+    ("generation", "rollout.prompt_length=64", "data.max_prompt_length", 64),
+    ("generation", f"{R}.n=3", "rollout.n", 3),
+    ("generation", "rollout.seed=7", "trainer.seed", 7),
+    ("generation", "data.input_files=x", "data.path", "x"),
+    ("evaluation", "data.val_files=x reward_model.enable=False", "data.path", "x"),
 ]
 
 
-@pytest.mark.parametrize(("override", "key", "value"), SPELLINGS)
-def test_an_old_spelling_acts_as_todays_and_says_so_in_one_line(override, key, value, capsys, tmp_path):
-    config = compose(override, name="ppo_trainer")
+@pytest.mark.parametrize(("entry", "overrides", "key", "value"), KEYS)
+def test_an_old_spelling_acts_as_todays_and_says_so_in_one_line(entry, overrides, key, value, capsys, tmp_path):
+    config, (given, *more) = compose_whole(entry, *overrides.split(), ""), overrides.split()
+    assert setting_at(asdict(config), key) == value
     notices = [line for line in capsys.readouterr().err.splitlines() if "nothing reads" not in line]  # without a path
-    old = override.lstrip("+").partition("=")[0]
-    assert settings_at(config, key) == value
-    assert len(notices) == 1 and notices[0].startswith(f"notice: {old}")
-    in_yaml = OmegaConf.from_dotlist([override.lstrip("+")])
-    OmegaConf.save(in_yaml, tmp_path / "mine.yaml")
-    assert load(tmp_path, "mine") == config
+    old, _, text = given.lstrip("+").partition("=")
+    if entry == "main" and not more and text and judge(old, yaml.safe_load(text), Config).kind == "renamed":
+        assert len(notices) == 1 and notices[0].startswith(f"notice: {old}")
+        OmegaConf.save(OmegaConf.from_dotlist([given.lstrip("+")]), tmp_path / "mine.yaml")
+        assert load(tmp_path, "mine") == config
 
 
 def test_a_setting_of_the_users_estimator_is_given_to_it_and_stands_in_its_config():
@@ -69,12 +107,8 @@ def test_a_setting_of_the_users_estimator_is_given_to_it_and_stands_in_its_confi
 
 
 def test_spellings_that_are_only_accepted_are_no_keys_of_ours_and_renamed_ones_lead_to_one():
-    config = asdict(compose(name="ppo_trainer"))
-    for new in COMMON.renamed.values():
-        settings_at(config, new)
-    for old in {**COMMON.renamed, **ONLY_VALUE}:
-        with pytest.raises(KeyError):
-            settings_at(config, old)
+    assert all(is_known(new, Config) or is_known(f"{new}.", Config) for new in COMMON.renamed.values())
+    assert not [old for old in {**COMMON.renamed, **ONLY_VALUE} if is_known(old, Config)]
 
 
 @pytest.mark.parametrize("key", ["reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"])
@@ -89,12 +123,12 @@ def test_a_batch_size_over_all_workers_is_divided_by_their_number(old, capsys):
     """Settings may come in any order; no worker is left without a sequence."""
     new = OF_ALL_WORKERS[old]
     eight = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", "reward.reward_model.enable=true"]
-    assert settings_at(compose(f"{old}=32", *eight), new) == settings_at(compose(*eight, f"{old}=32"), new) == 4
+    assert value_of(new, f"{old}=32", *eight) == value_of(new, *eight, f"{old}=32") == 4
     said = capsys.readouterr().err.splitlines()
     assert said == [f"notice: {old} is now {new}=32 divided by the number of workers."] * 2
-    assert settings_at(compose(f"{old}=32", "trainer.n_workers_per_node=3"), new) == 10
-    assert settings_at(compose(f"{old}=3", *eight), new) == 1
-    assert settings_at(compose(f"{old}=32", f"{new}=7", *eight), new) == 7
+    assert value_of(new, f"{old}=32", "trainer.n_workers_per_node=3") == 10
+    assert value_of(new, f"{old}=3", *eight) == 1
+    assert value_of(new, f"{old}=32", f"{new}=7", *eight) == 7
 
 
 def test_the_later_of_an_old_and_a_new_spelling_wins(tmp_path):

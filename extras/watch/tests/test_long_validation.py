@@ -23,6 +23,7 @@ TURNS = ["env.mode=episode", "env.history=turns"]
 def test_the_start_says_if_the_episodes_of_a_validation_may_be_long(capsys, turns, overrides, words):
     environment = Namespace() if turns is None else Namespace(max_turns=turns)
     config = compose("env.val_episodes=6", *overrides)
-    Watch(Namespace(config=config, tokenizer=None, reward=None, game=Namespace(environment=environment))).started(0)
+    run = Namespace(config=config, tokenizer=None, reward=None, env_setup=Namespace(environment=environment))
+    Watch(run).started(0)
     said = capsys.readouterr().err
     assert words in said if words else "a validation" not in said

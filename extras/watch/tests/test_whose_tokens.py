@@ -27,7 +27,7 @@ STEP |= {"critic/score/max": 1.0, "critic/score/min": 0.0, "critic/advantages/ma
 def test_the_first_step_says_once_if_most_tokens_are_the_environments(capsys, told, said, invalid, words):
     game = Namespace(environment=Namespace(max_turns=3, invalid_feedback="That was no legal action."))
     config = compose("env.mode=episode", "trainer.no_signal_steps=0")
-    watch = Watch(Namespace(config=config, tokenizer=build_tokenizer(), reward=None, game=game))
+    watch = Watch(Namespace(config=config, tokenizer=build_tokenizer(), reward=None, env_setup=game))
     batch = DataProto.from_single_dict({"uid": ["a"]})
     batch.batch["advantages"] = batch.batch["response_mask"] = torch.ones(1, 1)
     metrics = STEP | {"episode/tokens/observation/mean": told, "episode/tokens/policy/mean": said}
