@@ -199,7 +199,7 @@ TABLE: dict[str, dict[str, str]] = {  # kinds of hook, under the heads of HEADS
             for name in ("FunctionCall", "HermesParser", "ParsedAnswer", "ToolCall", "ToolParser", "parse_answer")
         },
         "positions_and_metrics": "extras.curriculum.curriculum:positions_and_metrics",  # of a step, for samplers
-        "agents": "extras.tools.agents:load_agents",
+        "agents": "extras.tools.shared_loop:load_agents",
         "behind_calls": "extras.tools.parsers:behind_calls",
     },
 }

@@ -166,7 +166,7 @@ def load_conversations(config: Config, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def load_agents(config: AgentConfig) -> dict[str, Any]:
-    """Loads the user's classes that play episodes, by name (extras/tools/agents.py), if settings or files name any."""
+    """Loads the user's classes that play episodes (extras/tools/shared_loop.py), by name, if any is named."""
     if config == AgentConfig() and not has("optional", "agents"):
         return {}
     return find("optional", "agents", AGENT_KEY)(config)

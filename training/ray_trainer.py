@@ -14,11 +14,10 @@ from configs.import_utils import find
 from configs.schema import Config
 from data.files import dispensable
 from data.protocol import DataProto, object_array
-from data.sampler import PromptLoader
+from data.sampler import PromptLoader, update_sampler
 from data.seeding import derive_seed
 from data.types import FAILED_END_REASONS, Metrics, SamplingParams
 from training.advantage import Estimator, estimator_needs, measure_mismatch, token_level_rewards
-from training.collection import update_sampler
 from training.environment import EnvSetup, assign_agents, episode_prompts, episode_seeds
 from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
 from training.losses import get_kl_controller

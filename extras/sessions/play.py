@@ -23,9 +23,8 @@ from extras.server.bodies import Json
 from extras.sessions.host import Host, Running, host_of, last_lines, program_environment
 from extras.sessions.session import Session, Speech, samples_of, teaches
 from extras.sessions.settings import FUNCTION
-from extras.tools.agents import Agent
 from extras.tools.parsers import ToolParser, read_json
-from extras.tools.shared_loop import SharedCall, UsersEpisode, slots
+from extras.tools.shared_loop import Agent, SharedCall, UsersEpisode, slots
 from training.environment import AGENT_KEY, PROGRAM
 from training.episode_rows import LOOP_SCORE
 from workers.agents.episode import EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error

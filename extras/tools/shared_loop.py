@@ -1,4 +1,5 @@
-"""Runs the coroutines of tools, simulated users and users' episodes by deadlines, in one event loop that they share.
+"""Finds the user's classes that play episodes, and runs their coroutines, and those of tools and simulated users, by
+deadlines, in one event loop that they share.
 
 What blocks such a coroutine blocks all, so a thread looks who does; workers/agents/user_code.py runs calls in threads.
 """
@@ -10,21 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from threading import Event, Thread
 from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from configs.errors import is_users, notice_once
-from configs.import_utils import bind
-from configs.schema import Config
+from configs.errors import ConfigError, is_users, notice_once
+from configs.extras import has
+from configs.import_utils import bind, find, load_named
+from configs.schema import AgentConfig, Config
 from data.chat import ChatFormat
 from data.concurrency import run, start_loop
 from data.seeding import derive_seed
 from data.types import Reply, Row
-from extras.tools.agents import Agent
-from training.environment import AGENT_COLUMN
+from training.environment import AGENT_COLUMN, AGENT_KEY, PROGRAM, known_names
 from workers.agents.episode import Episode
 from workers.agents.user_code import LOOK_SECONDS, as_failure, by_deadline, in_thread
 
@@ -32,6 +34,45 @@ SIDE_BY_SIDE = 64  # calls of one owner
 LATE = 1.0  # seconds from which on who holds up the shared loop is named
 HANGS = 600.0  # seconds after which who holds it up may never end, and the others need not wait for that
 slots_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]] = WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class Agent:
+    """A class that plays episodes, an `Episode` or an agent loop, under the name that rows call it by.
+
+    Attributes:
+        settings: arguments of its constructor.
+        is_ready: whether its `init_class` was called, which prepares what its episodes share.
+        blocks: whether it computes or waits without `await`; an episode then has a thread of its own.
+    """
+
+    name: str
+    cls: Any
+    settings: dict[str, Any] = field(default_factory=dict)
+    is_ready: bool = False
+
+    def __post_init__(self) -> None:
+        self.blocks: bool = "blocks" in dir(self.cls) and self.cls.blocks
+        if not isinstance(self.cls, type) or not {"run", "step"} & {*dir(self.cls)}:
+            raise ConfigError(f"{AGENT_KEY}: {self.name} is {self.cls!r}, which plays no episodes: define step or run.")
+
+    @property
+    def kind(self) -> str:
+        """The kind of its episodes in the table of extras."""
+        return "agent_loop" if "run" in dir(self.cls) else "class"
+
+
+def load_agents(config: AgentConfig) -> dict[str, Agent]:
+    """Loads the user's agents by name: an extra's, default_agent_loop as file.py:Class, and agent.program."""
+    agents = find("source", "agents")(config) if has("source", "agents") else {}
+    default = config.default_agent_loop
+    if default is not None and default not in agents:
+        if "." not in default and ":" not in default:
+            raise ConfigError(f"{AGENT_KEY}.default_agent_loop={default}: {known_names(agents)}")
+        agents[default] = Agent(default, load_named(default, f"{AGENT_KEY}.default_agent_loop"))
+    if config.program:
+        agents[PROGRAM] = find("source", PROGRAM)(config)
+    return agents
 
 
 class SharedLoop:

@@ -12,7 +12,7 @@ from configs.errors import ConfigError, first_line
 from configs.import_utils import load_named
 from configs.paths import find_path
 from configs.schema import AgentConfig
-from extras.tools.agents import Agent
+from extras.tools.shared_loop import Agent
 from training.environment import AGENT_KEY
 
 _agent_loop_registry: dict[str, Agent] = {}  # verl's name

@@ -22,8 +22,7 @@ from data.chat import ChatFormat, as_messages, encode_prompt
 from data.rl_dataset import get_dataset_class
 from data.rows import RUN_COLUMNS, beside, kwargs_in
 from data.types import Completion, Row, Sample, SamplingParams, check_reward
-from extras.tools.agents import Agent
-from extras.tools.shared_loop import Asked, UsersEpisode
+from extras.tools.shared_loop import Agent, Asked, UsersEpisode
 from training.episode_rows import LOOP_SCORE
 from workers.agents.episode import EpisodeFailed, Limits, Policy, end_of, finish_samples, or_episode_error
 

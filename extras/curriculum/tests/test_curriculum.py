@@ -6,10 +6,9 @@ import torch
 
 from configs.schema import DataConfig, SamplerConfig
 from data.protocol import DataProto, object_array
-from data.sampler import PromptLoader, SequentialSampler
+from data.sampler import PromptLoader, SequentialSampler, update_sampler
 from extras.curriculum.curriculum import DifficultySampler, SampleMetrics, SuccessRateSampler
 from tests.test_sampler import Levels, Numbers, assert_resuming_is_exact
-from training.collection import update_sampler
 
 CONFIG = DataConfig()
 CURRICULA = {
