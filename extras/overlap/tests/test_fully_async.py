@@ -263,7 +263,7 @@ def learnt(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     return rows
 
 
-@pytest.mark.parametrize(("steps", "bounds"), [(5, [1, 3]), pytest.param(12, [0, 2, 5, 8, 3], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "bounds"), [(5, [1, 3]), pytest.param(12, [0, 8, 3], marks=pytest.mark.slow)])
 def test_each_step_learns_the_prompts_of_the_synchronous_run_from_tokens_within_the_bound(
     cluster, tiny_model, tmp_path, monkeypatch, learnt, steps, bounds
 ):
