@@ -57,7 +57,8 @@ def test_a_record_says_what_was_shown_said_and_earned():
     turns = zip(shown, ["KK", "L", ""], [0.5, 1.0, 0.0], strict=True)
     assert record["turns"] == [{"prompt": text, "response": said, "reward": paid} for text, said, paid in turns]
     about = {"step": 3, "input": "FGH", "output": "KK · L · ", "score": 1.5, "success": True, "reset_seed": 77}
-    assert record["response"] == "KK\nL"
+    [in_turns] = sample_rows(episode_batch([[[Turn(2, 1, 0.5), Turn(1, 2, 1.0)]]], "turns"), Letters(), step=3)
+    assert record["response"] == in_turns["response"] == "KK\nL"
     assert record.items() >= about.items() and record["end_reason"] == "terminated"
     assert record["rows"] == [
         {
