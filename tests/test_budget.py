@@ -39,24 +39,24 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 18_160,  # +430: private names of torch, Ray and vLLM in one file (169), refusals before torch
-    "core files": 83,
-    "product lines": 45_880,  # +1,380: many rows (550), playouts by a policy (220), what the core has more
-    "scripts and benchmarks": 4_760,
-    "names in training/": 20,
+    "core lines": 17_560,
+    "core files": 82,
+    "product lines": 45_960,  # +80: bars beside numbers of a Box, labels that know no secret
+    "scripts and benchmarks": 4_770,  # which numbers have bars
+    "names in training/": 19,
     "names in workers/": 26,
     "names in data/": 15,
     "names in configs/": 9,
     "names in custom/": 4,
-    "modules under 60 lines": 47,
-    "modules with one importer": 52,
+    "modules under 60 lines": 48,  # the names that users import from data.tool_parsers
+    "modules with one importer": 51,
     "kinds of hook": 25,
     "settings": 349,  # two of verl's warm-up, for three optimisers
     "file names in two folders": 16,
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 43_850,
+    "test lines": 42_940,
 }
 
 
