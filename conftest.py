@@ -80,7 +80,7 @@ def shipped_configs_read_once() -> Iterator[None]:
 # The longest first. What starts vLLM or Ray is one unit of work, in one process: each is started once, and no two
 # clusters of Ray stand side by side, where runs of one would join the other.
 ENGINES = (
-    *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py", "test_server.py"),
+    *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py"),
     *("test_certificate.py", "test_ray_group.py", "test_cluster.py", "test_golden.py", "test_pools.py"),
     *("test_overlap.py", "test_fully_async.py", "test_restarted.py", "test_trainer.py::test_two_calls"),
     *("test_extras.py::test_the_core_alone_trains_on_ray", "test_packaging.py"),

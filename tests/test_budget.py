@@ -56,7 +56,7 @@ CEILINGS = {
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 42_940,
+    "test lines": 42_995,
 }
 
 
