@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from configs.checks import check_output_folder, check_sources
+from configs.checks import check_gpus, check_output_folder, check_sources, logger_names
 from configs.errors import ConfigError
 from configs.extras import section
+from configs.paths import check_model_path
 from configs.schema import (
     CheckpointConfig,
     DatasetClassConfig,
@@ -80,6 +81,13 @@ class SFTConfig(Frozen):
     def policy_model(self) -> ModelConfig:
         """Returns the settings of the model that the run trains."""
         return self.model
+
+
+def check_early(config: SFTConfig) -> None:
+    """Raises ValueError or FileNotFoundError for what can be refused before torch is imported, which takes seconds."""
+    check_model_path(config.model.path, "model.path")
+    logger_names(config)  # or raises
+    check_gpus(config.trainer.n_gpus_per_node or 0)
 
 
 def check_sft(config: SFTConfig) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -239,10 +240,15 @@ def test_a_bad_row_is_named_by_file_and_number(tmp_path, row, settings, message)
         (["data.train_files={folder}/rows.jsonl", "checkpoint.save_contents=[all]"], "checkpoint.save_contents holds"),
         (["data.train_file=x"], "data.train_files"),
         (["data.train_files={folder}/rows.jsonl", "model.path={folder}/nowhere"], "model.path="),
+        (["data.train_files={folder}/rows.jsonl", "model.path={folder}", "trainer.logger=[wand]"], "has 'wand'"),
+        (["data.train_files={folder}/rows.jsonl", "model.path={folder}", "trainer.n_gpus_per_node=99"], "are there"),
     ],
 )
-def test_the_command_refuses_in_one_line_what_cannot_work(tmp_path, capsys, arguments, message):
+def test_the_command_refuses_in_one_line_what_cannot_work(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setitem(sys.modules, "extras.sft.trainer", None)  # nor does it import what takes seconds
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     write(tmp_path, ROWS)
+    (tmp_path / "config.json").touch()
     given = [argument.format(folder=tmp_path) for argument in arguments]
     with pytest.raises(SystemExit) as refused:
         main([*given, f"trainer.default_local_dir={tmp_path}/run"])
