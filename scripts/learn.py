@@ -56,7 +56,7 @@ ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
 IDLE = 2, 5  # rounds without a gain that end imitation: after some with one, and before any
 FEW = 200  # moves, of which a model learns nothing
-MOST_BARS = 8  # in a prompt, which they make longer
+WITH_BARS = range(3, 9)  # numbers of a prompt: fewer are learnt as well from digits, and more make it long
 SHORT = 10  # moves of an episode that a model plays on to its end, and not to the horizon of random playouts
 LEAST_LEFT = 0.1  # part of the time with which reinforcement begins
 RATES = {"random": ("1e-3", "2e-4"), "trained": ("1e-4", "1e-5")}  # of imitation and of RL, by the model's weights
@@ -207,7 +207,7 @@ def for_random_weights(config: Config) -> dict[str, str]:
     if "observation_style" in config.env.kwargs or "writes_out" not in dir(environment) or not environment.repeatable:
         return {"instruction": ""}
     space = environment.world_of(0).env.observation_space
-    has_bars = environment.writes_out and 0 < len(SpaceText(space).fractions(space.sample())) <= MOST_BARS
+    has_bars = environment.writes_out and len(SpaceText(space).fractions(space.sample())) in WITH_BARS
     return {"instruction": ""} | ({"observation_style": "bars"} if has_bars else {})
 
 

@@ -202,7 +202,7 @@ def test_the_whole_stays_within_its_budget(figure):
 # Of one step: functions as Python 3.11 counts comprehensions. Of its run: the modules that it loads, extras' too.
 # 10 functions of 70 lines more than in issue 50: a prompt's template is tried, and a tie is one thing. Three modules:
 # a run's end asks the report what looks wrong. One file and module: private names of other packages.
-STEP_CEILINGS = {"files": 41, "functions": 453, "lines": 2_720, "modules": 135}
+STEP_CEILINGS = {"files": 41, "functions": 453, "lines": 2_715, "modules": 134}
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

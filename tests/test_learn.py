@@ -61,6 +61,7 @@ def course(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
         ("CartPole-v1", [], "bars"),
         ("CartPole-v1", ["env.kwargs.observation_style=fixed"], None),
         ("FrozenLake-v1", [], None),
+        (f"{ROOT}/examples/games/thermostat.py:Thermostat-v0", [], None),  # has two numbers
         (NIM, [], None),
     ],
 )
