@@ -39,7 +39,7 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_560,
+    "core lines": 17_561,
     "core files": 82,
     "product lines": 45_970,  # +90: bars beside numbers of a Box, labels that know no secret, early answers of sft
     "scripts and benchmarks": 4_770,  # which numbers have bars
