@@ -68,29 +68,29 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     save_tiny_model(folder / "model")
     policy = f"model.path={folder / 'model'}", f"rollout.name={arguments.engine}"
-    own = [*COMMON, *(f"actor_rollout_ref.{setting}" for setting in policy)]
+    settings = [*COMMON, *(f"actor_rollout_ref.{setting}" for setting in policy)]
     with Machines(folder / "machines") as both:
-        one = start(both, folder / "one", [*own, "trainer.n_workers_per_node=2"], "RAY_ADDRESS=local")
+        one = start(both, folder / "one", [*settings, "trainer.n_workers_per_node=2"], "RAY_ADDRESS=local")
         one.succeed()
         print(f"{HEADER}\n| none: one machine | {seconds_a_step(folder / 'one'):.2f} | | | | |", flush=True)
         both.make_cluster()
         for number, name in enumerate(arguments.trials):
-            print(f"| {name} | {' | '.join(row(both, TRIALS[name], folder, number, own))} |", flush=True)
+            print(f"| {name} | {' | '.join(row(both, TRIALS[name], folder, number, settings))} |", flush=True)
 
 
 def row(both: Machines, trial: Trial, folder: Path, number: int, own: list[str]) -> list[str]:
     """Does a trial; returns its cells."""
     both.lay(trial.delay, trial.loss)
-    run, said = folder / str(number), ["", "", ""]
+    run, recovery = folder / str(number), ["", "", ""]
     settings = [*own, "trainer.nnodes=2", f"trainer.stall_timeout={trial.deadline}"]
     if trial.pulled_in:
         settings.append(both.pull_in(trial.pulled_in, run, PULLED_AFTER))
     command = start(both, run, settings)
     if trial.pulled_in:
-        said = mend(both, command)
+        recovery = mend(both, command)
     command.succeed()
     equal = learning_metrics(run) == learning_metrics(folder / "one"), same_weights(run, folder / "one")
-    return [f"{seconds_a_step(run):.2f}", *said, f"metrics {equal[0]}, weights {equal[1]}"]
+    return [f"{seconds_a_step(run):.2f}", *recovery, f"metrics {equal[0]}, weights {equal[1]}"]
 
 
 def mend(both: Machines, command: Command) -> list[str]:

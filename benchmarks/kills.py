@@ -76,10 +76,10 @@ def main() -> None:
     save_tiny_model(arguments.folder / "model", hidden_size=width, layers=2)
     for target in ["server"] if arguments.mode == "server" else arguments.target:
         chain = Chain(arguments.folder, arguments.mode, target, arguments.times, arguments.seed)
-        whole = chain.run(f"unbroken_{arguments.mode}_{chain.steps}", kills=0)
+        unbroken = chain.run(f"unbroken_{arguments.mode}_{chain.steps}", kills=0)
         broken = chain.run(f"{arguments.mode}_{target}", kills=arguments.times)
-        metrics = learning_metrics(whole) == learning_metrics(broken)
-        weights = state_files(whole, chain.steps) == state_files(broken, chain.steps)
+        metrics = learning_metrics(unbroken) == learning_metrics(broken)
+        weights = state_files(unbroken, chain.steps) == state_files(broken, chain.steps)
         seconds = f"{median(chain.seconds):.1f} s until said, at most {max(chain.seconds):.1f} s"
         print(f"{arguments.mode} {target}: {seconds}; metrics equal: {metrics}, weights equal: {weights}", flush=True)
 

@@ -323,11 +323,11 @@ def play_alone(config: Config, prompts: int, rank: int) -> Played:
 
 def first_difference(played: Sequence[Played]) -> str | None:
     """Says where a rank's collectives are not those of the first; None: nowhere."""
-    first, *others = played
-    for other in others:
-        for place, (one, two) in enumerate(zip_longest(first.calls, other.calls)):
+    first, *rest = played
+    for other in rest:
+        for index, (one, two) in enumerate(zip_longest(first.calls, other.calls)):
             if one != two:
-                return f"collective {place}: rank {first.rank} has {one}, rank {other.rank} has {two}"
+                return f"collective {index}: rank {first.rank} has {one}, rank {other.rank} has {two}"
     return None
 
 

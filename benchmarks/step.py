@@ -62,9 +62,9 @@ def measure(steps: int, overrides: list[str], answers: int | None = None) -> dic
 
 
 def quickstart(folder: str, settings: list[str]) -> Config:
-    own = [f"actor_rollout_ref.model.path={folder}/model", "trainer.test_freq=-1", "trainer.save_freq=-1"]
-    own += ["trainer.val_before_train=false", "trainer.logger=[]"]
-    config = load_config(Arguments("frozenlake", CONFIG_DIR, own + settings, print_config=False), Config)
+    defaults = [f"actor_rollout_ref.model.path={folder}/model", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    defaults += ["trainer.val_before_train=false", "trainer.logger=[]"]
+    config = load_config(Arguments("frozenlake", CONFIG_DIR, defaults + settings, print_config=False), Config)
     check_config(config)
     save_tiny_model(f"{folder}/model", config.trainer.seed)
     return config

@@ -123,11 +123,11 @@ class Meter:
             warnings.filterwarnings("always", message=f".*{SYNC}")
             show = warnings.showwarning
 
-            def count(message: Warning | str, *others: Any) -> None:
+            def count(message: Warning | str, *details: Any) -> None:
                 if SYNC in str(message):
                     self.syncs[phase()] += 1
                 else:
-                    show(message, *others)
+                    show(message, *details)
 
             warnings.showwarning = count
 

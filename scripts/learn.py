@@ -402,21 +402,21 @@ def verdict(seen: Look, greedy: float, sampled: float) -> str:
 def how_far(seen: Look, value: float) -> str:
     """Says how far it was learnt; where it was not, what stood in the way, and what would help."""
     share, judged = seen.share(value), " ".join(seen.settings) if seen.player in PLAYERS else seen.player
-    own = "a better player to imitate: `--labels file.py:player` (docs/learn.md)"
+    hint = "a better player to imitate: `--labels file.py:player` (docs/learn.md)"
     if not judged:
         learnt = "better than the random player" if value > seen.random else "not learnt"
         return (
             f"{learnt}: no player of search or playouts is better than the random one here, so only its moves could be "
-            f"imitated. Give it {own}."
+            f"imitated. Give it {hint}."
         )
     if seen.is_mastered_by(value):
         as_good = f"as good as the player that it imitates ({judged}), who earns {seen.teacher:.3g}"
-        return f"mastered: {as_good}." if seen.is_sure else f"learnt: {as_good}. Where you know better, give it {own}."
+        return f"mastered: {as_good}." if seen.is_sure else f"learnt: {as_good}. Where you know better, give it {hint}."
     learnt = "learnt" if share >= 0.9 else "partly learnt" if share > 0.1 else "not learnt"
     return (
         f"{learnt}: {max(share, 0):.0%} of the way from the random player to the one that it imitates ({judged}), who "
         f"earns {seen.teacher:.3g}. What may help: more --minutes; a state that is easier to read "
-        f"(docs/environments.md); a pretrained actor_rollout_ref.model.path; {own}."
+        f"(docs/environments.md); a pretrained actor_rollout_ref.model.path; {hint}."
     )
 
 

@@ -57,8 +57,8 @@ def main() -> None:
 def recipe_config(name: str, folder: Path, seed: int, overrides: Sequence[str]) -> Config:
     files = [f"data.{split}_files={folder}/{split}.jsonl" for split in ("train", "val")]
     no_kl = "actor_rollout_ref.actor.use_kl_loss=false"  # which recipe=grpo brings
-    own = [f"actor_rollout_ref.model.path={folder}/start", f"trainer.default_local_dir={folder / name}", no_kl]
-    return new_run("reversal", seed, [f"recipe={name}", *files, *own], overrides)
+    settings = [f"actor_rollout_ref.model.path={folder}/start", f"trainer.default_local_dir={folder / name}", no_kl]
+    return new_run("reversal", seed, [f"recipe={name}", *files, *settings], overrides)
 
 
 def report(folder: Path) -> None:

@@ -94,16 +94,15 @@ def preference_pairs(config: Config, count: int) -> list[Pair]:
         token for token in range(len(tokenizer)) if environment.extract_action(tokenizer.decode([token])) is None
     ]
     pairs = []
-    for place in track(range(count), "comparing moves"):
-        state = environment.get_state(place)
+    for index in track(range(count), "comparing moves"):
+        state = environment.get_state(index)
         best = environment.optimal_actions(state)
-        others = sorted(set(environment.actions) - set(best))
-        if not others:
+        worse = sorted(set(environment.actions) - set(best))
+        if not worse:
             continue
         prompt = dataset.encode_state(state)
         chosen, rejected = (
-            answer_ids(environment.action_to_text(int(rng.choice(moves))), tokenizer, config)
-            for moves in (best, others)
+            answer_ids(environment.action_to_text(int(rng.choice(moves))), tokenizer, config) for moves in (best, worse)
         )
         if rng.random() < NO_MOVE:
             rejected = [int(rng.choice(no_moves)), *rejected[1:]]
@@ -131,7 +130,7 @@ def reward_model(config: Config, pairs: list[Pair]) -> PreTrainedModel:
     for step, batch in enumerate(track(batches, "learning from pairs")):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * scheduled_multiplier(step, "cosine", WARMUP, len(batches), min_lr_ratio=0.05)
-        preference_loss(*scores(model, [pairs[place] for place in batch])).backward()
+        preference_loss(*scores(model, [pairs[index] for index in batch])).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

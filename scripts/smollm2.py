@@ -109,13 +109,13 @@ def side_by_side(config: Config, success: str) -> list[Row]:
     places = range(0, len(before), max(len(before) // SHOWN, 1))[:SHOWN]
     return [
         {
-            "question": before[place]["raw_prompt"][-1]["content"],
-            "right": before[place]["gts"],
-            "before": before[place]["output"],
-            "after": after[place]["output"],
-            "learnt": f"{before[place]['acc']:.0f} → {after[place]['acc']:.0f}",
+            "question": before[index]["raw_prompt"][-1]["content"],
+            "right": before[index]["gts"],
+            "before": before[index]["output"],
+            "after": after[index]["output"],
+            "learnt": f"{before[index]['acc']:.0f} → {after[index]['acc']:.0f}",
         }
-        for place in places
+        for index in places
     ]
 
 

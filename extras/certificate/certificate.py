@@ -170,8 +170,8 @@ class Certificate(WeightSync):
             sums[name] = bit_sum(weight, dtype) if weight.numel() else vars(layer).get(NOTED, 0)
         for name, layer in model.named_modules():
             for stacked in ("lora_a_stacked", "lora_b_stacked"):  # those of an adapter, one for each part of the layer
-                for place, weight in enumerate(vars(layer).get(stacked, ())):
-                    sums[f"{name}.{stacked}.{place}"] = bit_sum(weight, weight.dtype)
+                for index, weight in enumerate(vars(layer).get(stacked, ())):
+                    sums[f"{name}.{stacked}.{index}"] = bit_sum(weight, weight.dtype)
         return dtype, sums
 
 
@@ -201,7 +201,7 @@ def counts(parameter: DTensor) -> bool:
     """Returns whether this rank's part is counted: only the first replica's is, and once if peers hold the same."""
     places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
     is_split = "part" in parameter.device_mesh.mesh_dim_names
-    first = all(place == 0 for kind, place in places if kind.is_replicate())
+    first = all(coordinate == 0 for kind, coordinate in places if kind.is_replicate())
     return first and (is_split or rank() % Peers.size == 0)
 
 

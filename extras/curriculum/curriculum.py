@@ -300,7 +300,7 @@ class SampleMetrics(dict[str, np.ndarray]):
         super().__init__(by_name)
         numbers = {name: values for name, values in by_name.items() if values.dtype != object}  # a reward's may be text
         of_row = {row: positions == row for row in dict.fromkeys(positions.tolist())}
-        self.rows = {row: {name: float(numbers[name][its].mean()) for name in numbers} for row, its in of_row.items()}
+        self.rows = {row: {name: float(numbers[name][mask].mean()) for name in numbers} for row, mask in of_row.items()}
 
     def __missing__(self, position: int) -> dict[str, float]:
         return self.rows[position]

@@ -107,8 +107,8 @@ def beside_the_task(
         clipped = ReadableNamespace(**{**vars(config), **clips})
         rows = old_log_prob, log_prob, -losses.detach(), mask
         weights = {name: optional[name] for name in ("rollout_is_weights",) if name in optional}
-        loss, own = call_policy_loss(compute_policy_loss_vanilla, rows, loss_agg_mode, clipped, weights)
-        metrics |= {name.replace("actor/", "distillation/"): value for name, value in own.items()}
+        loss, loss_metrics = call_policy_loss(compute_policy_loss_vanilla, rows, loss_agg_mode, clipped, weights)
+        metrics |= {name.replace("actor/", "distillation/"): value for name, value in loss_metrics.items()}
     else:
         loss = agg_loss(losses, mask, loss_agg_mode, **config.global_batch_info)
     if not settings.use_task_rewards:

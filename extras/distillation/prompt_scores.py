@@ -51,7 +51,7 @@ class ServerTeacher:
                 columns[ONE_TOKEN[0]][row, column] = entry[token]["logprob"]
                 continue
             likeliest = sorted(entry.items(), key=lambda item: -item[1]["logprob"])[: self.topk]
-            columns[TOP_COLUMNS[0]][row, column] = torch.tensor([found["logprob"] for _, found in likeliest])
+            columns[TOP_COLUMNS[0]][row, column] = torch.tensor([candidate["logprob"] for _, candidate in likeliest])
             columns[TOP_COLUMNS[1]][row, column] = torch.tensor([int(token) for token, _ in likeliest])
 
     async def ask_all(self, batch: DataProto) -> list[list[Scored]]:

@@ -46,9 +46,9 @@ class HeldTeacher:
                 logits = policy.module.token_scores(micro, self.temperature, ["log_probs", "logits"]).logits
                 top = logits[..., : self.vocabulary].topk(self.topk)
                 values = top.values - logits.logsumexp(-1, keepdim=True)
-                place, scored = (micro.host.rows, slice(micro.response_width)), micro.is_scored.unsqueeze(-1)
-                log_probs[place] = values.where(scored, 0.0).cpu()
-                ids[place] = top.indices.where(scored, 0).cpu()
+                index, scored = (micro.host.rows, slice(micro.response_width)), micro.is_scored.unsqueeze(-1)
+                log_probs[index] = values.where(scored, 0.0).cpu()
+                ids[index] = top.indices.where(scored, 0).cpu()
         policy.module.parallel.reshard(policy.module)
         return DataProto.from_dict(dict(zip(TOP_COLUMNS, (log_probs, ids), strict=True)))
 
@@ -61,9 +61,9 @@ class Teachers:
 
     def compute(self, batch: DataProto) -> DataProto:
         """Has every teacher score its rows; all workers ask all of them, in one order, as models may be in parts."""
-        own = [(batch.batch["teacher"] == place).nonzero()[:, 0] for place in range(len(self.teachers))]
-        parts = [teacher.score(batch.select_idxs(rows)) for teacher, rows in zip(self.teachers, own, strict=True)]
-        order = torch.cat(own).argsort()
+        row_sets = [(batch.batch["teacher"] == index).nonzero()[:, 0] for index in range(len(self.teachers))]
+        parts = [teacher.score(batch.select_idxs(rows)) for teacher, rows in zip(self.teachers, row_sets, strict=True)]
+        order = torch.cat(row_sets).argsort()
         return DataProto.concat(parts).select_idxs(order)
 
 

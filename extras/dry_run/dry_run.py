@@ -120,10 +120,10 @@ def row_view(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> 
 def highlight_trained(ids: list[int], trained: list[int], tokenizer: PreTrainedTokenizerBase) -> Text:
     """Decodes tokens, special ones included: bold green where they are trained, dim elsewhere."""
     text, start = Text(), 0
-    for place in range(1, len(ids) + 1):
-        if place == len(ids) or bool(trained[place]) != bool(trained[start]):
-            text.append(tokenizer.decode(ids[start:place]), "bold green" if trained[start] else "dim")
-            start = place
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or bool(trained[end]) != bool(trained[start]):
+            text.append(tokenizer.decode(ids[start:end]), "bold green" if trained[start] else "dim")
+            start = end
     return text
 
 

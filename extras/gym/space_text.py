@@ -272,8 +272,8 @@ def slots(space: gym.Space, name: str = "") -> Iterator[Slot]:
     if isinstance(space, spaces.Discrete):
         yield Slot(name, int(space.start), int(space.start + space.n - 1), True, False)
     elif isinstance(space, ARRAYS):
-        whole, clipped = not np.issubdtype(space.dtype, np.floating), isinstance(space, spaces.Box)
-        yield from (Slot(name, low, high, whole, clipped) for low, high in zip(*bounds(space), strict=True))
+        is_whole, clipped = not np.issubdtype(space.dtype, np.floating), isinstance(space, spaces.Box)
+        yield from (Slot(name, low, high, is_whole, clipped) for low, high in zip(*bounds(space), strict=True))
     elif isinstance(space, spaces.Dict):
         for key, part in space.items():
             yield from slots(part, f"{name} {key}".strip())

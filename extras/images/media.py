@@ -84,12 +84,12 @@ class Media:
 
     def thumbnails(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
         """Lists where an image stands in a prompt, by how many tokens, and a small picture of it as a data URL."""
-        found, position = [], 0
+        thumbnails, position = [], 0
         for image in self.images:
             first = ids.index(self.placeholder, position)
             position = first + image.tokens
-            found.append((first, ids[first:position].count(self.placeholder), thumbnail(image.picture)))
-        return found
+            thumbnails.append((first, ids[first:position].count(self.placeholder), thumbnail(image.picture)))
+        return thumbnails
 
     def expand(self, ids: Sequence[int]) -> list[int]:
         """Puts each image's expansion in place of its placeholder.

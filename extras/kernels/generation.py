@@ -135,8 +135,8 @@ class SharedPrompts(LaidOut):
         return self.cache.leave(ended)
 
     def _prompt_layers(self, prefilled: DynamicCache, place: int, length: int) -> Layers:
-        whole = [(layer.keys, layer.values) for layer in prefilled.layers]
-        return [tuple(memory[place, :, -length:].transpose(0, 1).clone() for memory in pair) for pair in whole]
+        pairs = [(layer.keys, layer.values) for layer in prefilled.layers]
+        return [tuple(memory[place, :, -length:].transpose(0, 1).clone() for memory in pair) for pair in pairs]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class CachedPrefix:
     def common_prefix(self, prompt: Sequence[int]) -> "CachedPrefix":
         """Returns the tokens that `prompt` begins with, but never all, as the logits after its last are needed."""
         most = min(len(self), len(prompt) - 1) if (self.media or None) == (media_of(prompt) or None) else 0
-        differs = (place for place in range(most) if self.ids[place] != prompt[place])
+        differs = (index for index in range(most) if self.ids[index] != prompt[index])
         return CachedPrefix(prompt[: next(differs, most)], self.layers, self.media)
 
 

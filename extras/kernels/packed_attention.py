@@ -69,9 +69,9 @@ class Packed:
         prompts = [tuple(ids[split - length :]) for ids, length in zip(rows, prompt_lengths, strict=True)]
         if micro.media is not None:
             prompts = [*map(PromptIds, prompts, micro.media)]
-        distinct: dict[Any, int] = {}  # the place of each distinct prompt
+        distinct: dict[Any, int] = {}  # the number of each distinct prompt
         prompt_of_row = [distinct.setdefault(prompt, len(distinct)) for prompt in prompts]
-        firsts = [prompt_of_row.index(place) for place in range(len(distinct))]
+        firsts = [prompt_of_row.index(number) for number in range(len(distinct))]
 
         forwarded = [max(length - 1, 0) for length in response_lengths]
         is_forwarded = torch.arange(response_width) < torch.tensor(forwarded)[:, None]
@@ -234,8 +234,8 @@ def layer_window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     Raises:
         ValueError: it attends in a way that is not supported here.
     """
-    if others := [name for name in OTHERS if kwargs.get(name) is not None]:
-        raise ValueError(f"its attention asks for {others[0]}")
+    if unsupported := [name for name in OTHERS if kwargs.get(name) is not None]:
+        raise ValueError(f"its attention asks for {unsupported[0]}")
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"] or None
     config = vars(module.config)

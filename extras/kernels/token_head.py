@@ -60,10 +60,10 @@ def score_tokens(
     width = max(MIN_BLOCK, (tile_bytes or TILE_BYTES[device]) // (4 * max(1, len(labels))))
     shifts = repeat(None) if bias is None else bias.split(width)
     kept_blocks, parts = kept_bytes // (4 * width * max(1, len(labels))), []
-    for place, (rows, shift) in enumerate(zip(weight.split(width), shifts, strict=False)):
-        block = hidden, rows, shift, labels - first - place * width
+    for index, (rows, shift) in enumerate(zip(weight.split(width), shifts, strict=False)):
+        block = hidden, rows, shift, labels - first - index * width
         again = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-        parts.append(score(*block) if place < kept_blocks else again(*block))
+        parts.append(score(*block) if index < kept_blocks else again(*block))
     scores = join_softmaxes(torch.stack(parts))
     if mesh is not None:
         scores = join_softmaxes(DTensor.from_local(scores[None], mesh, [Shard(0)], run_check=False).full_tensor())

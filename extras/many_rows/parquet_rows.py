@@ -84,8 +84,8 @@ class ParquetRows(Sequence):
             name = next((name for name in names if name in table.column_names), None)
             for chunk in table[name].chunks if name else ():
                 is_list = pyarrow.types.is_list(chunk.type) or pyarrow.types.is_large_list(chunk.type)
-                said = chunk.flatten().field("content") if is_list else chunk
-                is_one = pyarrow.compute.is_in(said, value_set=values.cast(said.type))
+                contents = chunk.flatten().field("content") if is_list else chunk
+                is_one = pyarrow.compute.is_in(contents, value_set=values.cast(contents.type))
                 [places] = np.nonzero(is_one.to_numpy(zero_copy_only=False))
                 if is_list:
                     ends = np.cumsum(chunk.value_lengths().fill_null(0).to_numpy())

@@ -81,7 +81,7 @@ class Recipe:
     def __init__(self, encoded: list[str], marks: list[Mark], other: int, tokenizer: PreTrainedTokenizerBase) -> None:
         pattern = re.compile(f"({'|'.join(map(re.escape, marks))})")
         self.texts, self.other = [pattern.split(text) for text in encoded], other
-        self.place_of = {str(mark): place for place, mark in enumerate(marks)}
+        self.place_of = {str(mark): index for index, mark in enumerate(marks)}
         self.searched = [{text for text in mark.asked if text} for mark in marks]
         around = [special_tokens(tokenizer).subn("", piece) for text in self.texts for piece in text[::2]]
         longest = 1 if all(rest.isascii() for rest, _ in around) else 11  # bytes of one that a normalizer writes
@@ -90,7 +90,7 @@ class Recipe:
     def compose(self, says: Sequence[str]) -> list[str]:
         """Returns the texts that are encoded of a row."""
         return [
-            "".join(says[self.place_of[piece]] if place % 2 else piece for place, piece in enumerate(text))
+            "".join(says[self.place_of[piece]] if index % 2 else piece for index, piece in enumerate(text))
             for text in self.texts
         ]
 
@@ -153,8 +153,8 @@ class Words(dict):
         """Returns a number of tokens that a text does not exceed."""
         if not text.isascii() or not self.cuts_at_spaces:
             return inf
-        first, *others = text.split(" ")
-        return self[first] + sum(self[f" {word}"] for word in others)
+        first, *rest = text.split(" ")
+        return self[first] + sum(self[f" {word}"] for word in rest)
 
 
 class Lengths:
@@ -268,17 +268,17 @@ class Lengths:
         if shape not in self.recipes:
             self.recipes[shape] = self._recipe(position, shape)
         if (recipe := self.recipes[shape]) is None or any(
-            text in said for said, texts in zip(says, recipe.searched, strict=True) for text in texts
+            text in content for content, texts in zip(says, recipe.searched, strict=True) for text in texts
         ):
             return False
         writes = recipe.most > 0 or self.writes_all  # others may drop what they do not know, and leave nothing
         is_bound = writes and (self.bound == "bytes" or (self.bound == "ascii" and all(map(str.isascii, says))))
-        most = recipe.most + sum(len(said.encode()) for said in says) if is_bound else inf
+        most = recipe.most + sum(len(content.encode()) for content in says) if is_bound else inf
         if most <= self.limit and (is_bound or writes):
             return True
-        if any(BREAK in said or special_tokens(self.tokenizer).search(said) for said in says):
+        if any(BREAK in content or special_tokens(self.tokenizer).search(content) for content in says):
             return False  # it is encoded as the text that it is
-        texts, stripped = recipe.compose(says), [said.strip() for said in says]
+        texts, stripped = recipe.compose(says), [content.strip() for content in says]
         ways = [texts, *([recipe.compose(stripped)] if stripped != says else [])]  # as templates write it
         if is_bound and all(recipe.other + sum(map(self.words.most_tokens, way)) <= self.limit for way in ways):
             return True
@@ -288,7 +288,7 @@ class Lengths:
         """Looks at how rows like the one at `position` are encoded; None: that depends on more than their shape."""
         keys, _, messages = shape
         roles = [role for role, blank in messages if blank is None]
-        marks = [Mark(f"Mark{place}z \"'<&>\\\n{place}Z") for place in range(len(roles))]
+        marks = [Mark(f"Mark{index}z \"'<&>\\\n{index}Z") for index in range(len(roles))]
         encode, encoded = self.tokenizer.encode, []
         self.tokenizer.encode = lambda text, **kwargs: encoded.append(text) or encode(text, **kwargs)
         try:

@@ -71,8 +71,8 @@ def read_ranks(folder: Path) -> dict[str, Tensor]:
     files = [*folder.glob("model_world_size_*_rank_*.pt")]
     size = max((int(path.stem.split("_")[3]) for path in files), default=1)
     states: list[dict[str, Tensor]] = []
-    for place in range(size):
-        path = folder / f"model_world_size_{size}_rank_{place}.pt"
+    for rank in range(size):
+        path = folder / f"model_world_size_{size}_rank_{rank}.pt"
         read_part(path, states.append, mapped=True)
     try:
         return {name: join([state[name] for state in states]) for name in states[0]}

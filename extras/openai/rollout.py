@@ -100,9 +100,9 @@ class OpenAIRollout(AsyncRollout):
             raise
         match answer:
             case {
-                "choices": [{"finish_reason": reason, "token_ids": [*ids], "logprobs": {"token_logprobs": [*found]}}]
+                "choices": [{"finish_reason": reason, "token_ids": [*ids], "logprobs": {"token_logprobs": [*values]}}]
             }:
-                return self._completion(request, ids, found, reason)
+                return self._completion(request, ids, values, reason)
             case _:
                 raise ValueError(
                     f"{self.url} answers /v1/completions without token_ids and logprobs.token_logprobs: train with "
@@ -137,7 +137,7 @@ class OpenAIRollout(AsyncRollout):
 
     def _try(self, temperature: float = 1.0, max_tokens: int = 1) -> Completion:
         """Returns the server's answer to a prompt of ours, by the likeliest token at each place."""
-        prompt = [7 * place % self.vocab_size for place in range(min(16, self.config.prompt_length))]
+        prompt = [7 * index % self.vocab_size for index in range(min(16, self.config.prompt_length))]
         sampling = SamplingParams(True, temperature, top_k=1, top_p=1.0, max_tokens=max_tokens)
         return self.run(self.answer(Request(0, prompt, sampling, seed=0)))
 

@@ -116,7 +116,7 @@ class WeightTransfer(ABC):
             return None
         if None in workers:
             return None
-        sums = {f"{place}.{name}": total for place, part in enumerate(workers) for name, total in part["sums"].items()}
+        sums = {f"{index}.{name}": total for index, part in enumerate(workers) for name, total in part["sums"].items()}
         return getattr(torch, workers[0]["dtype"]), sums
 
     @abstractmethod

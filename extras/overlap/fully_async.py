@@ -63,8 +63,8 @@ class AsyncRollout(ApartRollout):
             self.answered[call][rank] = rows
         wait.late = [rank for rank in range(self.group.size) if any(rank not in self.answered[call] for call in calls)]
         wait.check()
-        whole = [call for call in calls if len(self.answered[call]) == self.group.size]
-        return {call: [rows for _, rows in sorted(self.answered.pop(call).items())] for call in whole}
+        complete = [call for call in calls if len(self.answered[call]) == self.group.size]
+        return {call: [rows for _, rows in sorted(self.answered.pop(call).items())] for call in complete}
 
     def update_weights(self, version: int) -> dict[str, float]:
         certificates = self.move_weights("generator", "reload", version)

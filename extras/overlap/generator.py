@@ -84,9 +84,9 @@ class ReloadingEngine(AsyncEngine):
     async def _come(self, queue: str, key_of: Callable[[Any], Any], key: Any) -> Any:
         """Takes that with this key out of a queue, once it is there."""
         while True:
-            for place, each in enumerate(vars(self)[queue]):
+            for index, each in enumerate(vars(self)[queue]):
                 if key_of(each) == key:
-                    return vars(self)[queue].pop(place)
+                    return vars(self)[queue].pop(index)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _step(self, joining: list[Request], leaving: list[int], ended: list[int]) -> Step:
@@ -142,7 +142,7 @@ class ReloadingEngine(AsyncEngine):
         """Joins the end of an answer to what earlier weights have drawn."""
         self.in_engine.pop(done.id, None)
         parts = [*self.drawn.pop(done.id, []), (done.token_ids, done.log_probs, done.weight_version)]
-        token_ids, log_probs = ([value for part in parts for value in part[place]] for place in (0, 1))
+        token_ids, log_probs = ([value for part in parts for value in part[index]] for index in (0, 1))
         versions = [version for ids, _, version in parts for _ in ids]
         return replace(done, token_ids=token_ids, log_probs=log_probs, weight_version=versions)
 

@@ -45,7 +45,7 @@ class ApartRollout(RolloutRole):
         alone = not any(host for group in (self.learners, self.group) for _, host in group.processes)  # on one machine
         wire = [(1 + self.group.size, alone)] * self.learners.size
         address = self.learners.submit("sender", "open", wire).result()[0]
-        ends = [(address, place + 1, 1 + self.group.size) for place in range(self.group.size)]
+        ends = [(address, index + 1, 1 + self.group.size) for index in range(self.group.size)]
         self.together("join", "receiver", "join", ends)
         self.is_linked = True
 
@@ -61,9 +61,9 @@ class ApartRollout(RolloutRole):
         if not self.is_linked:
             self.link()
         [sent, *_], answers = self.together("move", role, method, [arguments] * self.group.size)
-        received, others = zip(*answers, strict=True)
+        received, results = zip(*answers, strict=True)
         assert {*received} == {sent}, f"weights of bits {sent} were sent, and {received} came"
-        return [*others]
+        return [*results]
 
     def update_weights(self, version: int) -> dict[str, float]:
         self.move_weights("receiver", "move")

@@ -280,8 +280,8 @@ def pick_groups(batch: DataProto, count: int, seed: int) -> list[int]:
     episodes = EpisodeRows(batch)
     groups, scores = numbers_by_uid(episodes), episodes.scores()
     widest = max(range(len(groups)), key=lambda group: float(scores[groups[group]].max() - scores[groups[group]].min()))
-    others = sorted({*range(len(groups))} - {widest}, key=lambda group: derive_seed(seed, group))
-    return [number for group in [widest, *others][:count] for number in groups[group]]
+    shuffled = sorted({*range(len(groups))} - {widest}, key=lambda group: derive_seed(seed, group))
+    return [number for group in [widest, *shuffled][:count] for number in groups[group]]
 
 
 def pick_prompts(batch: DataProto, count: int) -> list[int]:

@@ -271,7 +271,7 @@ def group_name(runs: Sequence[RunRecord]) -> str:
     if len(runs) == 1:
         return first
     words = zip(*(re.findall(r"[-_, /]*[^-_, /]+", run.name) for run in runs), strict=False)
-    common = [word for word, *others in words if {*others} == {word} and word.strip("-_, /").lower() != "seed"]
+    common = [word for word, *rest in words if {*rest} == {word} and word.strip("-_, /").lower() != "seed"]
     shared = "".join(common).lstrip("-_, /") or first.rstrip("-_., /=0123456789") or first
     seeds = {str([run.settings.get(key) for key in SEEDS]) for run in runs}
     return f"{shared} ({len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'})"

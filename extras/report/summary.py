@@ -138,12 +138,12 @@ def about_time(run: RunRecord) -> Iterator[str]:
     done, each = (run.steps or [0])[-1], [value for _, value in points(run, "timing_s/step")]
     total = run.start.get("total_steps") or number(run, "trainer.total_training_steps", None)
     spent, left = points(run, "training/seconds"), ""
-    whole = f", in {duration(spent[-1][1])}" if spent else ""
+    elapsed = f", in {duration(spent[-1][1])}" if spent else ""
     pace = f"; a step takes {median(each):.3g} s (median)" if each else ""
     if run.state == "running" and total and len(spent) > 1:
         (first, began), *_, (last, now) = spent  # a run may go on from a step of another's
         left = f"; about {duration((total - done) * (now - began) / (last - first))} are left"
-    yield f"{done}{f' of {total}' if total else ''} steps are done{whole}{pace}{left}."
+    yield f"{done}{f' of {total}' if total else ''} steps are done{elapsed}{pace}{left}."
 
 
 def about_machine(run: RunRecord) -> Iterator[str]:
@@ -285,8 +285,8 @@ def about_validations(run: RunRecord, known: Entries) -> Found:
         (_, first), entry, times = points(run, name)[0], known["flat_validation"], len(points(run, name))
         is_flat = times >= entry["times"] and value - first <= entry["slack"] * max(best - least, abs(first))
         if rises and is_flat and best - value > entry["limit"] * (best - least):
-            told = {"before": short(ends[0][0]), "after": short(ends[0][1]), "first": short(first), "times": times}
-            yield "flat_validation", {"value": curve_name(name), "step": step, **told}
+            details = {"before": short(ends[0][0]), "after": short(ends[0][1]), "first": short(first), "times": times}
+            yield "flat_validation", {"value": curve_name(name), "step": step, **details}
 
 
 def about_actions(run: RunRecord, known: Entries) -> Found:
@@ -349,8 +349,8 @@ def stages(run: RunRecord) -> dict[str, list[Any]]:
     elsewhere = {*AROUND_OTHERS, *(BESIDE if "wait" in timers else ())}
     names = sorted({*timers} - elsewhere, key=[*STAGES, *timers].index)
     seconds = [seconds_of(run, name, passed) for name in names]
-    others = [whole - sum(parts) for whole, *parts in zip(passed.values(), *seconds, strict=True)]
-    rounded = [[round(value, 4) for value in values] for values in (*seconds, others)]
+    remainders = [total - sum(parts) for total, *parts in zip(passed.values(), *seconds, strict=True)]
+    rounded = [[round(value, 4) for value in values] for values in (*seconds, remainders)]
     width = -(-(max(passed) - min(passed) + 1) // MOST_BARS)
     return {"steps": [*passed], "names": [*names, "other"], "seconds": rounded, "width": width}
 

@@ -154,9 +154,9 @@ class TokenTexts:
             alone, twice = self.decode([token]), self.decode([token, token])
             self.first[token] = alone
             self.later[token] = twice[len(alone) :] if twice.startswith(alone) else alone
-        whole = self.decode(ids)
+        full_text = self.decode(ids)
         texts = [self.first[token] for token in ids[:1]] + [self.later[token] for token in ids[1:]]
-        return texts if "".join(texts) == whole else self._align(ids, whole)
+        return texts if "".join(texts) == full_text else self._align(ids, full_text)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -165,7 +165,7 @@ class TokenTexts:
         """Cuts `whole` into a text for each of `ids`, up to the point that the tokens so far determine."""
         texts: list[str] = []
         start = before = 0  # the text of ids from `start` on is not certain yet; those from `before` on are its context
-        begins = place = 0  # where the text of ids[start:] begins in `whole`, and how much of `whole` is given out
+        begins = emitted = 0  # where the text of ids[start:] begins in `whole`, and how much of `whole` is given out
         for end, token in enumerate(ids, start=1):
             pending = end - start
             text = self.later[token] if end > 1 else self.first[token]
@@ -179,12 +179,12 @@ class TokenTexts:
                 known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 certain = (known == len(text) and not text.endswith(BROKEN)) or pending > MOST_HELD
                 text = text[:known]
-            reached = max(place, begins + len(text))
-            texts.append(whole[place:reached])
-            place = reached
+            reached = max(emitted, begins + len(text))
+            texts.append(whole[emitted:reached])
+            emitted = reached
             if certain:
-                before, start, begins = start if text else before, end, place
-        texts[-1] += whole[place:]
+                before, start, begins = start if text else before, end, emitted
+        texts[-1] += whole[emitted:]
         return texts
 
 

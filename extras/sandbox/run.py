@@ -148,7 +148,7 @@ def readable_by(words: Sequence[str], path: str) -> list[str]:
     """Lists the paths that a command may read beside Python and the system's libraries: its own installation, the files
     that it names, and the working directory."""
     program = Path(shutil.which(words[0], path=path) or words[0]).absolute()
-    homes = [place.parent.parent if place.parent.name == "bin" else place for place in (program, program.resolve())]
+    homes = [file.parent.parent if file.parent.name == "bin" else file for file in (program, program.resolve())]
     return [*map(str, homes), *filter(os.path.exists, words[1:]), *OF_CLIENTS, os.getcwd()]
 
 

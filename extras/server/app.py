@@ -236,8 +236,8 @@ async def answer(
         prompts.append(await encode(served, prompt, for_template))
         limits.append(tokens_left(served, body, prompts[-1]))
     choices = [
-        parts(served, body, prompt, limit, derive_seed(seed, "choice", place, number))
-        for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        parts(served, body, prompt, limit, derive_seed(seed, "choice", index, number))
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         for number in range(body.n or 1)
     ]
     form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]), served.parser)

@@ -413,7 +413,7 @@ class TokenText:
 
     def _release(self, held_back: int) -> str:
         """Returns the pending text up to a stop string; without one, all but its last `held_back` characters."""
-        places = [(place, stop) for stop in self.stops if (place := self.pending.find(stop)) >= 0]
+        places = [(start, stop) for stop in self.stops if (start := self.pending.find(stop)) >= 0]
         cut, self.stopped = min(places) if places else (len(self.pending) - held_back, "")
         text, self.pending = self.pending[:cut], self.pending[cut:]
         return text

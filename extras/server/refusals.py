@@ -20,8 +20,8 @@ async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse
     """Answers 400 with the place and the reason of one error; where a value may have several forms, the error of the
     form that fits it best."""
     first = max(error.errors(), key=lambda item: len(item["loc"]))
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    return JSONResponse(error_body(f"{place}: {first['msg']}" if place else first["msg"]), 400)
+    path = ".".join(str(part) for part in first["loc"] if part != "body")
+    return JSONResponse(error_body(f"{path}: {first['msg']}" if path else first["msg"]), 400)
 
 
 async def refuse(_: Request | None, error: StarletteHTTPException) -> JSONResponse:

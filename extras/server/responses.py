@@ -70,8 +70,8 @@ def from_chat(answer: Json, body: Json) -> Json:
     [choice] = answer["choices"]
     name, is_cut = answer["id"].rpartition("-")[2], choice["finish_reason"] == "length"
     calls, text = choice["message"].get("tool_calls") or [], choice["message"].get("content") or ""
-    said = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    items = [{"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [said]}]
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    items = [{"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [part]}]
     items = items if text or not calls else []
     items += [
         {"id": f"fc_{name}_{index}", "type": "function_call", "call_id": call["id"], **call["function"]}
@@ -105,8 +105,8 @@ class Events(translation.Events):
         return from_chat(self.answer, self.body)
 
     def event(self, kind: str, item: Json, /, **content: Any) -> Json:
-        place = {"item_id": item["id"], "output_index": self.index, "content_index": 0}
-        return {"type": f"response.{kind}", **place, **content}
+        origin = {"item_id": item["id"], "output_index": self.index, "content_index": 0}
+        return {"type": f"response.{kind}", **origin, **content}
 
     def begin(self) -> list[Json]:
         response = self.whole() | {"status": "in_progress", "output": [], "usage": None}

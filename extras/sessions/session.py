@@ -288,9 +288,9 @@ class Session:
         answer = key_of(with_text({"role": "assistant", "content": part.text, **form.calls(part)}))
         ends_turn = done.token_ids[-1] in self.policy.pump.engine.all_stop_ids(self.policy.sampling)
         stopped = done.finish_reason == "stop" and len(part.token_ids) == len(done.token_ids) and ends_turn
-        told, version = prompt[len(behind.ids) if behind else 0 :], done.weight_version
+        context, version = prompt[len(behind.ids) if behind else 0 :], done.weight_version
         version = version if isinstance(version, int) else version[: len(part.token_ids)]
-        turn = Turn(behind, told, start, part, version, body.train is not False, stopped, asking.round)
+        turn = Turn(behind, context, start, part, version, body.train is not False, stopped, asking.round)
         self.turns[derive_seed(number, answer) if number else OF_IDS].append(turn)
         self.answers.add(answer)
         self.refusal, self.is_full = "", False
@@ -325,8 +325,8 @@ def samples_of(rows: list[list[Turn]]) -> list[Sample]:
         opening = [*(first.parent.ids if first.parent else ()), *first.told]
         sample = Sample(opening[: first.start])
         for turn, number in zip(row, numbers):  # noqa: B905  (numbers never end)
-            part, told = turn.part, opening[first.start :] if turn is first else turn.told
-            sample.extend(told, None, policy=False, turn=sample.turns[-1] if sample.turns else number)
+            part, context = turn.part, opening[first.start :] if turn is first else turn.told
+            sample.extend(context, None, policy=False, turn=sample.turns[-1] if sample.turns else number)
             log_probs = part.log_probs if turn.is_trained else None
             sample.extend(part.token_ids, log_probs, turn.is_trained, turn.version, number)
         samples.append(sample)

@@ -342,15 +342,15 @@ class ConversationFormat:
 
     def mask_by_turns(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterator[Part]:
         """Splits a conversation turn by turn: prompt, answer, the messages that follow it, the next answer."""
-        place, last_id, calls = 0, None, ()
+        start, last_id, calls = 0, None, ()
         for is_answer, group in groupby(messages, lambda message: message["role"] == "assistant"):
             turn = list(group)
-            if is_answer and (place == 0 or len(turn) > 1):
+            if is_answer and (start == 0 or len(turn) > 1):
                 raise ValueError(
                     "messages must start with a prompt, and hold one answer at a time, a text or calls of tools; a "
                     "chat template with generation markers takes others."
                 )
-            flags = learnt[place : place + len(turn)]
+            flags = learnt[start : start + len(turn)]
             if is_answer:
                 ids, calls = self.answer_ids(turn[0], chat), turn[0].get("tool_calls", ())
                 last_id = ids[-1]
@@ -358,15 +358,15 @@ class ConversationFormat:
             elif any(flags):
                 yield from self.mask_of_messages(turn, flags, chat, last_id, calls)
             else:
-                yield Part(chat.increment(turn, True, last_id, calls) if place else chat.prompt_ids(turn), False)
-            place += len(turn)
+                yield Part(chat.increment(turn, True, last_id, calls) if start else chat.prompt_ids(turn), False)
+            start += len(turn)
 
     @cached_property
     def opening(self) -> list[int]:
         """Token ids that the template writes before an answer's text, if the last is special: gpt-oss's channel."""
         chat, answer = self.formats[""], {"role": "assistant", "content": ANSWER}
-        before, whole = chat.render(START, True), chat.render([*START, answer], False)
-        text = whole.removeprefix(before).partition(ANSWER)[0] if whole.startswith(before) else ""
+        before, full_text = chat.render(START, True), chat.render([*START, answer], False)
+        text = full_text.removeprefix(before).partition(ANSWER)[0] if full_text.startswith(before) else ""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         last = self.tokenizer.added_tokens_decoder.get(ids[-1]) if ids else None
         return ids if last and last.special else []
@@ -376,13 +376,13 @@ class ConversationFormat:
         content = message.get("content")
         if isinstance(content, str) and message.keys() == {"role", "content"}:
             return [*self.opening, *self.tokenizer.encode(content, add_special_tokens=False), self.end_id]
-        before, whole = chat.render(START, True), chat.render([*START, message], False)
-        if not whole.startswith(before):
+        before, full_text = chat.render(START, True), chat.render([*START, message], False)
+        if not full_text.startswith(before):
             raise ValueError(
                 f"the chat template writes an answer of {', '.join(message)} otherwise than behind its own start of an "
                 "answer: what the model would learn is not what it will be asked for."
             )
-        ids = self.tokenizer.encode(whole.removeprefix(before), add_special_tokens=False)
+        ids = self.tokenizer.encode(full_text.removeprefix(before), add_special_tokens=False)
         if self.end_id in ids:
             return ids[: len(ids) - ids[::-1].index(self.end_id)]
         last = self.tokenizer.added_tokens_decoder.get(ids[-1])  # gpt-oss's calls have an end of their own
@@ -394,26 +394,26 @@ class ConversationFormat:
         """Splits messages other than answers: the contents of some are learnt, with the token that ends each; behind an
         answer with these calls that `last_id` ends, or as a prompt."""
         first = last_id is None
-        contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, flag in enumerate(learnt) if flag}
+        contents = {f"{LEARNT}-{index}-": messages[index].get("content") for index, flag in enumerate(learnt) if flag}
         keys = iter(contents)
         marked = [each | {"content": next(keys)} if flag else each for each, flag in zip(messages, learnt, strict=True)]
-        pieces, whole = (
+        pieces, full_text = (
             chat.render(part, True) if first else chat.increment_text(part, calls) for part in (marked, messages)
         )
         pieces = re.split(f"({'|'.join(contents)})", pieces)
         for written in (contents, {mark: str(content).strip() for mark, content in contents.items()}):  # some trim
-            if "".join(str(written.get(piece, piece)) for piece in pieces) == whole:
+            if "".join(str(written.get(piece, piece)) for piece in pieces) == full_text:
                 break
         else:
             raise ValueError(
                 f"the chat template does not write a {messages[learnt.index(True)]['role']}'s content as it is, so it "
                 f"cannot be found there: take the role out of data.roles_to_train={self.config.roles_to_train}."
             )
-        for place, piece in enumerate(pieces):
-            opens = first and place == 0 and self.tokenizer.chat_template is None  # a template writes its own
+        for index, piece in enumerate(pieces):
+            opens = first and index == 0 and self.tokenizer.chat_template is None  # a template writes its own
             ids = self.tokenizer.encode(written.get(piece, piece), add_special_tokens=opens)
-            end = chat.end_of_turn(ids, last_id) if piece not in written and (place or not first) else 0
-            if place:  # otherwise it ends the answer before, which already has it
+            end = chat.end_of_turn(ids, last_id) if piece not in written and (index or not first) else 0
+            if index:  # otherwise it ends the answer before, which already has it
                 yield Part(ids[:end], True)
             yield Part(ids[end:], piece in written)
 
@@ -435,7 +435,7 @@ def learnt_messages(messages: Sequence[Message], config: SFTDataConfig) -> list[
     learnt = [each["role"] in config.roles_to_train and each.get("weight", 1) == 1 for each in messages]
     if config.turns_to_train == "last" and True in learnt:
         last = len(learnt) - 1 - learnt[::-1].index(True)
-        learnt = [place == last for place in range(len(learnt))]
+        learnt = [index == last for index in range(len(learnt))]
     return learnt
 
 
@@ -452,9 +452,9 @@ def sample_of(parts: Iterable[Part]) -> Sample:
         raise ValueError("no token of it is learnt.")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
     sample = Sample(ids[:first])
-    place = first
+    start = first
     for learnt, run in groupby(mask[first:end]):
         count = len(list(run))
-        sample.extend(ids[place : place + count], None, policy=learnt)
-        place += count
+        sample.extend(ids[start : start + count], None, policy=learnt)
+        start += count
     return sample

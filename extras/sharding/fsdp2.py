@@ -292,12 +292,12 @@ def local_shard(tensor: Tensor, target: Tensor | None) -> Tensor:
 def fill(model: PreTrainedModel, folder: Path, read: Callable[[], nn.Module]) -> None:
     """Gives a sharded `model`, for which there is room alone, the weights of `folder`: each rank reads its parts where
     the files have the model's own names; else the first `read`s the model whole, and deals it out."""
-    others = next(filter(None, gather(other_weights(folder, model))), None)
-    if others is None:
+    reason = next(filter(None, gather(other_weights(folder, model))), None)
+    if reason is None:
         load_checkpoint(tensors_of(model), storage_reader=HuggingFaceStorageReader(str(folder)))
     else:
         if rank() == 0:
-            notice_once(f"{type(model).__name__} is read whole by the first worker: in {folder}, safetensors {others}.")
+            notice_once(f"{type(model).__name__} is read whole by the first worker: in {folder}, safetensors {reason}.")
         source = dict(read().state_dict()) if rank() == 0 else {}
         for name, target in tensors_of(model).items():
             write(target, source.pop(name, None))

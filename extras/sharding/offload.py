@@ -95,12 +95,12 @@ class ChunkedAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Takes a step of every weight that has a gradient."""
         assert closure is None, "the gradients are there already"
-        place = 0
+        number = 0
         for group in self.param_groups:
             for weight in group["params"]:
-                place += 1
+                number += 1
                 if weight.grad is not None:
-                    self._step_weight(weight, group, place)
+                    self._step_weight(weight, group, number)
 
     def _step_weight(self, weight: nn.Parameter, group: dict[str, Any], place: int) -> None:
         state, home = self.state[weight], torch.device("cpu") if self.in_main_memory else weight.device
@@ -108,13 +108,13 @@ class ChunkedAdamW(torch.optim.AdamW):
             new = {name: torch.zeros_like(weight, dtype=self.dtype, device=home) for name in MOMENTS}
             state.update(step=torch.zeros((), device="cpu"), **new)
         moments = [state[name] for name in MOMENTS]
-        whole = [torch.atleast_1d(local(tensor.detach())) for tensor in (weight, weight.grad, *moments)]
-        if whole[0].numel() == 0:  # of a shard without rows
+        tensors = [torch.atleast_1d(local(tensor.detach())) for tensor in (weight, weight.grad, *moments)]
+        if tensors[0].numel() == 0:  # of a shard without rows
             state["step"] += 1
             return
-        width = whole[0][0].numel()
+        width = tensors[0][0].numel()
         rows, first = max(1, CHUNK // max(1, width)), first_number(weight)
-        for chunk, gradient, *parts in zip(*(tensor.split(rows) for tensor in whole), strict=True):
+        for chunk, gradient, *parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
             loaded, gradient = self._fetch(chunk, gradient) if chunk.device != home else (chunk, gradient)
             averages, squares = (part.float() for part in parts)  # themselves, where they are float32
             settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}

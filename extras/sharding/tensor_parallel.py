@@ -39,8 +39,8 @@ class AnyColumns(RowwiseParallel):
         mesh: DeviceMesh,
     ) -> DTensor:
         [part] = inputs
-        whole = torch.empty(*part.shape[:-1], module.in_features, device="meta")
-        return DTensor.from_local(part, mesh, input_layouts, run_check=False, shape=whole.shape, stride=whole.stride())
+        full = torch.empty(*part.shape[:-1], module.in_features, device="meta")
+        return DTensor.from_local(part, mesh, input_layouts, run_check=False, shape=full.shape, stride=full.stride())
 
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": AnyColumns}

@@ -142,10 +142,10 @@ def parse_answer(parser: ToolParser, answer: str, schemas: Schemas) -> ParsedAns
             thoughts, rest, end = before + tag[0], behind, 0
     reads_ids = isinstance(answer, Answer) and type(parser).parse is ToolParser.parse  # verl's form
     if reads_ids:
-        ids, whole = answer.token_ids, rest + answer.ending
-        start = bisect_left(range(len(ids)), -len(whole), key=lambda at: -len(answer.tokenizer.decode(ids[at:])))
+        ids, tail = answer.token_ids, rest + answer.ending
+        start = bisect_left(range(len(ids)), -len(tail), key=lambda at: -len(answer.tokenizer.decode(ids[at:])))
         end = Answer(ids[start:], answer.tokenizer, answer.stopped)
-        rest = end if end.sampled == rest else whole
+        rest = end if end.sampled == rest else tail
     parsed = parser.parse(rest, schemas)
     text = parsed.text.removesuffix(answer.ending) if reads_ids else parsed.text
     return replace(parsed, text="\n\n".join(filter(None, (thoughts, text))))
@@ -258,14 +258,14 @@ def behind_calls(
     a call of its tool: with such a call before each, by its name; None: the template takes them nowhere."""
     names = names or names_of_results(messages, calls)
     with suppress(ValueError, TypeError, TemplateError):
-        answer, told = turn_of_results(messages, names)
-        text = chat.text_behind(answer, told)
+        answer, results = turn_of_results(messages, names)
+        text = chat.text_behind(answer, results)
         alone = chat.render([*START, answer], generation_prompt=False).partition(ANSWER)[2]
         marks = special_tokens(chat.tokenizer).finditer(text)
         if ends := [mark for mark in marks if alone.startswith(text[: mark.end()])]:
             return text[ends[-1].start() :], ends[-1][0]
     if len(names) > 1:  # gpt-oss's template has one call in a message
-        cut = [place for place, message in enumerate(messages) if message["role"] == "tool"][1]
+        cut = [index for index, message in enumerate(messages) if message["role"] == "tool"][1]
         first = behind_calls(chat, messages[:cut], calls, names[:1])
         rest = behind_calls(chat, messages[cut:], calls, names[1:])
         if first and rest:
@@ -276,19 +276,19 @@ def behind_calls(
 
 def names_of_results(messages: list[Message], calls: Sequence[Any]) -> list[str]:
     """Returns the names of the tools whose results are in `messages`, as these say or the calls do."""
-    names = {call.get("id", place): call.get("function", call)["name"] for place, call in enumerate(calls)}
+    names = {call.get("id", index): call.get("function", call)["name"] for index, call in enumerate(calls)}
     results = enumerate(message for message in messages if message["role"] == "tool")
-    return [each.get("name") or names.get(each.get("tool_call_id") or place, "tool") for place, each in results]
+    return [each.get("name") or names.get(each.get("tool_call_id") or index, "tool") for index, each in results]
 
 
 def turn_of_results(messages: list[Message], names: Sequence[str]) -> tuple[Message, list[Message]]:
     """Returns an assistant's message that calls the tools of these names, and the messages with their results behind
     it; the ANSWER is in the last call's arguments."""
     results = [message for message in messages if message["role"] == "tool"]
-    ids = [result.get("tool_call_id") or f"{place:09}" for place, result in enumerate(results)]  # Mistral's have 9
+    ids = [result.get("tool_call_id") or f"{index:09}" for index, result in enumerate(results)]  # Mistral's have 9
     each_id = iter(ids)
-    told = [each | {"tool_call_id": next(each_id)} if each["role"] == "tool" else each for each in messages]
+    with_ids = [each | {"tool_call_id": next(each_id)} if each["role"] == "tool" else each for each in messages]
     functions = [{"name": name, "arguments": {}} for name in names]
     functions[-1]["arguments"] = {ANSWER: 0}
     calls = [{"id": one, "type": "function", "function": each} for one, each in zip(ids, functions, strict=True)]
-    return {"role": "assistant", "content": "", "tool_calls": calls}, told
+    return {"role": "assistant", "content": "", "tool_calls": calls}, with_ids

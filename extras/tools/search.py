@@ -25,9 +25,9 @@ class Index:
         mean = sum(lengths) / len(lengths) or 1.0
         self.weights = [K1 * (1 - B + B * length / mean) for length in lengths]
         self.places: dict[str, list[tuple[int, int]]] = defaultdict(list)  # word → (document, how often)
-        for place, count in enumerate(counts):
+        for index, count in enumerate(counts):
             for word, times in count.items():
-                self.places[word].append((place, times))
+                self.places[word].append((index, times))
 
     def scores(self, query: str) -> dict[int, float]:
         """Returns scores by document, of those that share a word with `query`."""
@@ -35,14 +35,14 @@ class Index:
         for word in dict.fromkeys(words_of(query)):
             matches = self.places.get(word, [])
             rarity = math.log(1 + (len(self.weights) - len(matches) + 0.5) / (len(matches) + 0.5))
-            for place, times in matches:
-                scores[place] += rarity * times * (K1 + 1) / (times + self.weights[place])
+            for index, times in matches:
+                scores[index] += rarity * times * (K1 + 1) / (times + self.weights[index])
         return scores
 
     def best(self, query: str, count: int) -> list[int]:
         """Returns the documents with the highest scores, best first; equal ones in their order."""
         scores = self.scores(query)
-        return sorted(scores, key=lambda place: (-scores[place], place))[:count]
+        return sorted(scores, key=lambda index: (-scores[index], index))[:count]
 
 
 class Search(BaseTool):
@@ -75,5 +75,5 @@ class Search(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         best = self.index.best(parameters["query"], self.top_k)
-        texts = [f"[{rank}] {self.documents[place]}" for rank, place in enumerate(best, start=1)]
+        texts = [f"[{rank}] {self.documents[index]}" for rank, index in enumerate(best, start=1)]
         return ToolResponse(text="\n\n".join(texts) or "Nothing was found."), 0.0, {}

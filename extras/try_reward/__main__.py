@@ -125,7 +125,7 @@ def read_views(data: str, needs_response: bool) -> list[Row]:
             rows.append(row)
             responses.append(response)
     view = view_of_rows(rows, responses)
-    return [view[place].non_tensor_batch for place in range(len(view))]
+    return [view[index].non_tensor_batch for index in range(len(view))]
 
 
 def score_rows(rows: list[Row], reward: FunctionReward) -> list[Outcome]:
@@ -249,7 +249,7 @@ def best_form(rows: list[Row], score: Score, forms: list[str]) -> tuple[str, lis
     """Returns the form in which right answers score highest, and their outcomes; none if no right answer is known."""
     known = [(row, text) for row in rows if (text := right_answer(row)) is not None]
     outcomes = score([row | {"responses": put(text, form)} for form in forms for row, text in known]) if known else []
-    tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(forms)}
+    tried = {form: outcomes[index * len(known) : (index + 1) * len(known)] for index, form in enumerate(forms)}
     earned = {form: sum(outcome.score for outcome in tried[form] if outcome.status == "ok") for form in forms}
     form = max(forms, key=earned.__getitem__)
     return form, tried[form]

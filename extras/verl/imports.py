@@ -93,8 +93,8 @@ def table_of_verl() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
             if isinstance(entries, str):
                 refused[module] = entries
                 continue
-            for place in range(module.count(".") + 1):
-                served.setdefault(module.rsplit(".", place)[0], {})
+            for depth in range(module.count(".") + 1):
+                served.setdefault(module.rsplit(".", depth)[0], {})
             for home, names in entries.items():
                 for verls, _, ours in (name.partition("=") for name in names.split()):
                     if " " in home:
@@ -120,7 +120,7 @@ def names_of_verl() -> dict[str, dict[str, str]]:
 def refusal_of(name: str) -> str | None:
     """Returns what to use in place of a name or module that the table refuses, itself or a part that it is in."""
     refused = table_of_verl()[1]
-    parents = (name.rsplit(".", place)[0] for place in range(name.count(".")))
+    parents = (name.rsplit(".", depth)[0] for depth in range(name.count(".")))
     return next((refused[parent] for parent in parents if parent in refused), None)
 
 

@@ -221,10 +221,10 @@ def settle(config: DictConfig, overrides: list[Override], schema: type) -> None:
     """Resolves a yaml's references in keys, or to keys, that are about to move, with the values of the overrides.
 
     A mandatory key without a value (???) is removed."""
-    whole = copy.deepcopy(config)
+    merged = copy.deepcopy(config)
     for override in overrides:
         if not override.is_delete():
-            OmegaConf.update(whole, override.key_or_group, override.value(), force_add=True)
+            OmegaConf.update(merged, override.key_or_group, override.value(), force_add=True)
     for key, value in list(leaves(config)):
         if value == "???":
             delete(config, key)
@@ -233,7 +233,7 @@ def settle(config: DictConfig, overrides: list[Override], schema: type) -> None:
             names = [f"{parent}{name}" if name[0] == "." else name for name in re.findall(TARGET, value)]
             if not all(is_known(name, schema) for name in (key, *names)):
                 try:
-                    OmegaConf.update(config, key, OmegaConf.select(whole, key))
+                    OmegaConf.update(config, key, OmegaConf.select(merged, key))
                 except OmegaConfBaseException:
                     delete(config, key)
 
@@ -295,4 +295,4 @@ def unmerged_lora(*, _root_: DictConfig) -> str:
 
 OmegaConf.register_new_resolver("per_worker", per_worker, replace=True)
 OmegaConf.register_new_resolver("unmerged_lora", unmerged_lora, replace=True)
-OmegaConf.register_new_resolver("share", lambda part, whole: whole and part / whole, replace=True)  # ${share:1e-7,1e-6}
+OmegaConf.register_new_resolver("share", lambda part, total: total and part / total, replace=True)  # ${share:1e-7,1e-6}

@@ -71,9 +71,9 @@ def programs_in(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def program_of(words: list[str]) -> tuple[str, list[str]] | None:
-    for place, word in enumerate(words):
-        if (word.endswith(".py") or words[place - 1 : place] == ["-m"]) and re.fullmatch(PROGRAM, name_of(word)):
-            return word, words[place + 1 :]
+    for index, word in enumerate(words):
+        if (word.endswith(".py") or words[index - 1 : index] == ["-m"]) and re.fullmatch(PROGRAM, name_of(word)):
+            return word, words[index + 1 :]
     return None
 
 

@@ -335,10 +335,10 @@ def answers_in(
     Returns:
         (where it begins, how many of its tokens are there, the answer); of several at one place the longest.
     """
-    whole, by_start = prompt + ids, {}
+    full_ids, by_start = prompt + ids, {}
     for request, done in answers:
         start = len(request) - len(prompt)
-        if 0 <= start < len(ids) and whole[: len(request)] == request:
+        if 0 <= start < len(ids) and full_ids[: len(request)] == request:
             pairs = zip(ids[start:], done.token_ids, strict=False)
             length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if length > by_start.get(start, (start, 0))[1]:
