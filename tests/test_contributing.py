@@ -98,6 +98,10 @@ MISTAKES = {
     "a recipe for one section": (
         "A recipe", "# @package _global_\n", "", "'# @package _global_' must be its first line",
     ),
+    "two engines in one file": (
+        "An engine", "class PlainRollout(Rollout):", "class Other(Rollout): ...\nclass PlainRollout(Rollout):",
+        "exactly one subclass", "['Other', 'PlainRollout']",
+    ),
     "a class that is no engine": (
         "An engine", "class PlainRollout(Rollout):", "class PlainRollout:",
         "my_engine.py", "exactly one subclass of workers.rollout.Rollout, it defines []",

@@ -104,7 +104,7 @@ def run_stages(folder: Path, setting: Setting, device: torch.device, gpu: Preten
     config = ActorConfig(use_kl_loss=True, entropy_coeff=0.01)
     actor = DataParallelPPOActor(config, engine, SIZE, SIZE)
     reference = ReferencePolicy(load_causal_lm(settings, *numbers), SIZE, engine.autocast)
-    stage("load", None)
+    stage("load", reference.module.device)
     with engine.autocast():
         rollout = RolloutConfig(prompt_length=PROMPT, response_length=RESPONSE)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -174,7 +174,7 @@ def test_all_stages_run_on_the_device(gpu_run):
     assert run.model.shares_prompts == setting.packed
     assert run.rollout.batch_class is (SharedPrompts if setting.packed else LaidOutRows)
     assert (run.flex_calls > 0) == setting.packed
-    assert set(run.results["weights"]) == {CUDA}
+    assert {run.results["load"], *run.results["weights"]} == {CUDA}
     assert run.results["update"]["actor/skipped_updates"] == run.results["update critic"]["critic/skipped_updates"] == 0
 
 

@@ -19,6 +19,7 @@ from extras.reward_model.stage import add_model_scores, encode_conversation
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
+from training.environment import build_environment
 from training.reward import add_scores
 
 TOKENIZER = build_tokenizer()
@@ -179,6 +180,16 @@ def test_rows_without_a_function_are_validated_by_the_model_too(tiny_model: Path
     [reward] = [value for name, value in metrics[0].items() if name.endswith("/reward/mean@1")]
     [score] = [value for name, value in metrics[0].items() if name.endswith("/rm_score/mean@1")]
     assert reward == score != 0
+
+
+def test_preference_pairs_hold_a_best_move_against_another_and_some_against_none(tiny_model: Path, monkeypatch):
+    config = compose(*short_run(tiny_model, Path("unused")), name="frozenlake_rm")
+    environment = build_environment(config)
+    monkeypatch.setattr(type(environment), "optimal_actions", lambda self, state: [2])
+    pairs = script.preference_pairs(config, 60)
+    chosen, rejected = ([TOKENIZER.decode(vars(pair)[name][-1]) for pair in pairs] for name in ("chosen", "rejected"))
+    assert {*chosen} == {environment.action_to_text(2)} and not {*chosen} & {*rejected}
+    assert 0 < sum(environment.extract_action(text) is None for text in rejected) < 30
 
 
 def test_a_reward_model_learns_its_pairs_and_is_loaded_as_it_was_saved(tiny_model: Path, tmp_path: Path):

@@ -27,6 +27,7 @@ from data.protocol import DataProto
 from data.types import Completion, Request, SamplingParams
 from extras.sandbox.run import fences
 from extras.server.tests.clients import CALLS, FUNCTION, calling
+from extras.sessions.session import LEAVE_SECONDS
 from tests.engines import Scripted
 from tests.processes import is_alive, until
 from tests.runs import compose, learning_metrics, run_main
@@ -220,18 +221,40 @@ def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path)
     assert first[4] == x and left == ["".join(first[:4]) + y, "123<|end|>"] and stopped[1] == "12"
 
 
-LEAVES = {  # how a client asks for the first answer: whether that reaches it
-    "hangs up": ("with suppress(openai.APITimeoutError): ask(messages, timeout=0.15)", False),
-    "leaves a stream": ("chunks = ask(messages, stream=True); next(chunks); chunks.close()", False),
-    "leaves a read stream": ("with ask(messages, stream=True) as chunks: next(chunks), next(chunks)", True),
+def test_rows_are_the_same_whichever_request_comes_first(tmp_path: Path):
+    """Of two answers that read alike a client goes on from the longer; of two at once the same is scored."""
+    program = within(tmp_path, """
+        from concurrent.futures import ThreadPoolExecutor
+        from time import sleep
+        ask(messages, max_tokens=1)
+        whole = say(messages)
+        with ThreadPoolExecutor() as pool:
+            for text in "ba":
+                pool.submit(ask, [*messages, whole, user(text)])
+                sleep(0.1)
+    """)  # fmt: skip
+    batch = play(settings(program), answer=lambda text, times: sleep(0.5) or "1")
+    told, whole = "<|user|>1+1=?<|end|><|assistant|>", "1<|end|>"
+    a, b = (f"<|user|>{text}<|end|><|assistant|>" for text in "ab")
+    rows = [[told, "1"], [told, whole, a, whole], [told + whole + b, whole]]
+    assert [shown(batch, row) for row in range(len(batch))] == rows
+
+
+LEAVE = "chunks = ask(messages, stream=True); next(chunks); chunks.close()"
+LEAVES = {  # how a client asks for the first answer: seconds that each takes, and whether the first reaches it
+    "hangs up": ("with suppress(openai.APITimeoutError): ask(messages, timeout=0.15)", 0.4, False),
+    "leaves a stream": (LEAVE, 0.4, False),
+    "leaves a stream of quick answers": (LEAVE, 0, False),
+    "leaves a read stream": ("with ask(messages, stream=True) as chunks: next(chunks), next(chunks)", 0.4, True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", LEAVES)
-def test_an_answer_that_its_client_left_is_not_trained_on(tmp_path: Path, how: str):
-    code, reaches = LEAVES[how]
+def test_an_answer_that_its_client_left_is_not_trained_on(tmp_path: Path, how: str, monkeypatch: Any):
+    monkeypatch.setattr("extras.sessions.session.LEAVE_SECONDS", 10 * LEAVE_SECONDS)  # this machine may be slow
+    code, seconds, reaches = LEAVES[how]
     program = within(tmp_path, f"{code}\nask(messages)")
-    batch = play(settings(program), answer=lambda text, times: sleep(0.4) or f"<{times}>")
+    batch = play(settings(program), answer=lambda text, times: sleep(seconds) or f"<{times}>")
     assert batch.failure.tolist() == [None] * len(batch), batch.failure
     said = [shown(batch, row)[1:] for row in range(len(batch))]
     assert said == ([["<0><|end|>"], ["<1><|end|>"]] if reaches else [["<1><|end|>"]])

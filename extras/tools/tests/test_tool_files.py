@@ -16,7 +16,7 @@ from data.protocol import DataProto
 from data.tool_parsers import ToolParser
 from data.types import SamplingParams
 from examples.arithmetic import compute_score
-from examples.calculator_task import make_rows
+from examples.calculator_task import demonstrations, make_rows
 from extras.report.transcripts import sample_rows
 from extras.tools.calculator import as_text, calculate
 from extras.tools.search import Index
@@ -141,6 +141,13 @@ def test_rows_with_tools_are_played_by_the_loop_and_scored_by_the_reward_functio
     [view] = read_views(file, needs_response=True)
     assert view["responses"] == f"calc({expression})\n{product}" and view["extra_info"].items() >= facts.items()
     assert score_rows([view], FunctionReward(compute_score))[0].score == 1, "a dump is scored again"
+
+
+def test_few_demonstrations_of_the_calculator_task_call_and_none_is_of_a_held_out_question():
+    shown = [row["messages"] for row in demonstrations(1000, 0)]
+    held_out = {row["prompt"][0]["content"] for row in make_rows("val", 0, 200)}
+    assert not {messages[0]["content"] for messages in shown} & held_out
+    assert 100 < sum(len(messages) == 4 for messages in shown) < 200
 
 
 # The shipped tools
