@@ -221,9 +221,9 @@ class PromptLoader:
         """
         for name, part in (("dataset", self.dataset), ("sampler", self.sampler)):
             if isinstance(part, Stateful) != (name in state):
-                holds = f"holds {'a' if name in state else 'no'} state of the {name}, which does not go with"
+                problem = f"the checkpoint holds {'a' if name in state else 'no'} state of the {name}, but"
                 remedy = f"resume with the {name} of the interrupted run"
-                raise ValueError(f"the checkpoint {holds} {type(part).__name__}: {remedy}.")
+                raise ValueError(f"{problem} {type(part).__name__} has {'none' if name in state else 'one'}: {remedy}.")
             if isinstance(part, Stateful):
                 part.load_state_dict(state[name])
         self.epoch, self.index, self.num_rows = state["epoch"], state["index"], state["num_rows"]

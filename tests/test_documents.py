@@ -186,6 +186,7 @@ SAID = {
 }
 RUN = "data.train_files=rows.jsonl actor_rollout_ref.model.path=m trainer.test_freq=-1"
 PACKED, OF_VERL = "tests/test_packaging.py", "extras/verl/tests/test_verl"
+OF_CURRICULA = "extras/curriculum/tests/test_curriculum.py"
 PLACES = {  # where forms are tried
     "core": "tests/test_core_algos.py::test_ppos_loss",
     "rewards": "tests/test_reward.py::test_a_file_alone_gives_its_only_reward_or_lists_its_functions",
@@ -208,7 +209,7 @@ PLACES = {  # where forms are tried
     "templates": "tests/test_reward_template.py::test_a_template_scores_its_two_answers_in_any_folder",
     "engines": "tests/test_rollout_contract.py::test_texts_messages_and_ids_are_answered_without_a_run",
     "packages": f"{PACKED}::test_an_editable_install_has_extras_and_leaves_the_repository_what_is_imported",
-    "curricula": "tests/test_sampler.py::test_a_curriculum_by_the_loss_of_rows_moves_by_what_they_scored",
+    "curricula": f"{OF_CURRICULA}::test_a_curriculum_by_the_loss_of_rows_moves_by_what_they_scored",
     "columns": "tests/test_protocol.py::test_an_object_column_is_true_if_it_has_rows_and_else_an_array_of_numpys",
     "settings": "tests/test_config.py::test_what_is_no_setting_cannot_be_set",
     "losses": "tests/test_policy_losses.py::test_a_loss_is_given_what_it_takes_in_every_form",

@@ -104,7 +104,7 @@ def test_a_metric_that_is_not_measured_is_refused_by_those_there_are(run, capsys
     [
         (["early_stop.patience=2"], "early_stop.metric=null needs patience or target beside it, and they need it"),
         (["early_stop.metric=headline"], "early_stop.metric=headline needs patience or target beside it"),
-        (["save_best=headline", "test_freq=-1"], "test_freq=-1: save_best and early_stop read validations"),
+        (["save_best=headline", "test_freq=-1"], "test_freq=-1: save_best and early_stop"),
         (["early_stop.metric=x", "early_stop.target=1", "early_stop.mode=most"], "mode='most' must be one of max, min"),
     ],
 )

@@ -153,7 +153,7 @@ REFUSED = {
     "cheats": ("--player", "cheats, after reset(seed=", "and actions [", "99 is no action of Discrete(4)"),
     "stumbles": ("--player", "stumbles, after reset(seed=", "IndexError: list index out of range", "players.py:9"),
     "nobody": ("--player", "has no 'nobody'; it has cheats, left, number, stumbles"),
-    "number": ("--player", "number is 3; it must be a function"),
+    "number": ("--player", "number is 3; it must be player(environment, state) -> action"),
 }
 
 

@@ -6,7 +6,6 @@ from configs.schema import AGGREGATION_MODES
 from extras.rollout_correction import correction
 from extras.rollout_correction.settings import BYPASS_LOSS, RolloutCorrectionConfig
 from tests import test_policy_losses as rules
-from tests.test_policy_losses import policy
 from training.core_algos import get_policy_loss_fn
 
 # Bypass mode in both its forms, under settings that truncate weights and reject tokens and rows.
@@ -22,7 +21,7 @@ BYPASS = {
     for loss_type in ("ppo_clip", "reinforce")
 }
 rules.CORRECTIONS.update(BYPASS)
-assert policy and get_policy_loss_fn(BYPASS_LOSS) is correction.compute_policy_loss_bypass_mode
+assert get_policy_loss_fn(BYPASS_LOSS) is correction.compute_policy_loss_bypass_mode
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
