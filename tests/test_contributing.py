@@ -99,7 +99,7 @@ MISTAKES = {
         "A recipe", "# @package _global_\n", "", "'# @package _global_' must be its first line",
     ),
     "two engines in one file": (
-        "An engine", "class PlainRollout(Rollout):", "class Other(Rollout): ...\nclass PlainRollout(Rollout):",
+        "An engine", "class PlainRollout(Rollout):", "class Other(Rollout): generate = 1\nclass PlainRollout(Rollout):",
         "exactly one subclass", "['Other', 'PlainRollout']",
     ),
     "a class that is no engine": (

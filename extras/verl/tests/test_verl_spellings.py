@@ -78,6 +78,7 @@ KEYS = [  # (entry, settings, key of today, its value)
     ("sft", "model.lora.rank=8", "model.lora_rank", 8),
     ("sft", "data.chat_template=chatml", "model.custom_chat_template", CHATML),
     ("sft", "data.micro_batch_size=8 trainer.n_workers_per_node=2", "data.micro_batch_size_per_gpu", 4),
+    ("sft", "data.micro_batch_size=1 trainer.n_workers_per_node=2", "data.micro_batch_size_per_gpu", 1),
     ("generation", "rollout.temperature=0", "rollout.do_sample", False),
     ("generation", "rollout.prompt_length=64", "data.max_prompt_length", 64),
     ("generation", f"{R}.n=3", "rollout.n", 3),
