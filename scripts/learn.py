@@ -39,10 +39,9 @@ from configs.schema import Config, EnvConfig
 from configs.settings import with_settings
 from custom.tiny_model import save_tiny_model
 from data.files import sole_run
-from extras.gym.space_text import SpaceText
 from extras.imitate.__main__ import write_demonstrations
 from extras.imitate.demonstrations import PLAYERS
-from extras.imitate.look import Look, environment_of, look
+from extras.imitate.look import Look, look
 from extras.report.__main__ import write_report
 from extras.sft import trainer as sft_trainer
 from extras.sft.settings import SFTConfig
@@ -56,7 +55,6 @@ ROWS, LEAST_ROWS = 12000, 1000  # to imitate in a round
 FOR_LABELS = 0.1  # part of the time in which the rows of a round are made
 IDLE = 2, 5  # rounds without a gain that end imitation: after some with one, and before any
 FEW = 200  # moves, of which a model learns nothing
-WITH_BARS = range(3, 9)  # numbers of a prompt: fewer are learnt as well from digits, and more make it long
 SHORT = 10  # moves of an episode that a model plays on to its end, and not to the horizon of random playouts
 LEAST_LEFT = 0.1  # part of the time with which reinforcement begins
 RATES = {"random": ("1e-3", "2e-4"), "trained": ("1e-4", "1e-5")}  # of imitation and of RL, by the model's weights
@@ -184,9 +182,8 @@ def enrol(arguments: argparse.Namespace) -> tuple[Config, Course]:
         name = f"{name}_{digest(options)}"
     config = compose("ppo_trainer", [f"trainer.default_local_dir=outputs/learn/{name}", *settings], takes_objects=True)
     if config.actor_rollout_ref.model.path is None and config.env.path == EnvConfig().path:
-        readable = for_random_weights(config)
-        settings += [f"env.kwargs.{name}={value}" for name, value in readable.items()]
-        config = with_settings(config, {"env.kwargs": {**config.env.kwargs, **readable}})
+        settings.append("env.kwargs.instruction=")  # a model of random weights cannot read one
+        config = with_settings(config, {"env.kwargs": {**config.env.kwargs, "instruction": ""}})
     course = Course(
         Path(config.trainer.default_local_dir),
         [each for each in settings if not each.startswith(("trainer.default_local_dir=", MODEL))],
@@ -198,17 +195,6 @@ def enrol(arguments: argparse.Namespace) -> tuple[Config, Course]:
     if course.record.exists():
         course.results = json.loads(course.record.read_text())
     return config, course
-
-
-def for_random_weights(config: Config) -> dict[str, str]:
-    """Returns the arguments of an environment whose text a model of random weights, with a token a character, reads
-    best: no instruction, and bars beside a few numbers that the user has not set a style for."""
-    environment = environment_of(config)
-    if "observation_style" in config.env.kwargs or "writes_out" not in dir(environment) or not environment.repeatable:
-        return {"instruction": ""}
-    space = environment.world_of(0).env.observation_space
-    has_bars = environment.writes_out and len(SpaceText(space).fractions(space.sample())) in WITH_BARS
-    return {"instruction": ""} | ({"observation_style": "bars"} if has_bars else {})
 
 
 def learn(config: Config, course: Course) -> dict[str, Any]:

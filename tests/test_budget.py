@@ -39,10 +39,10 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_561,
+    "core lines": 17_560,
     "core files": 82,
     "product lines": 45_970,  # +90: bars beside numbers of a Box, labels that know no secret, early answers of sft
-    "scripts and benchmarks": 4_770,  # which numbers have bars
+    "scripts and benchmarks": 4_760,
     "names in training/": 19,
     "names in workers/": 26,
     "names in data/": 15,
@@ -56,7 +56,7 @@ CEILINGS = {
     "functions named by a bare participle": 0,
     "docstrings whose first sentence does not stand alone": 0,
     "README lines": 150,
-    "test lines": 43_000,
+    "test lines": 43_040,
 }
 
 

@@ -55,21 +55,6 @@ def course(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("environment", "settings", "style"),
-    [
-        ("CartPole-v1", [], "bars"),
-        ("CartPole-v1", ["env.kwargs.observation_style=fixed"], None),
-        ("FrozenLake-v1", [], None),
-        (f"{ROOT}/examples/games/thermostat.py:Thermostat-v0", [], None),  # has two numbers
-        (NIM, [], None),
-    ],
-)
-def test_random_weights_read_bars_beside_a_few_numbers(environment, settings, style):
-    config = compose("ppo_trainer", [f"env.id={environment}", *settings])
-    assert learn.for_random_weights(config).get("observation_style") == style
-
-
 def test_every_stage_is_a_command_that_was_printed_and_is_done_once(course, capsys: pytest.CaptureFixture[str]):
     summary, stages = course(NIM)
     printed = capsys.readouterr().out

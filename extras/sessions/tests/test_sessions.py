@@ -222,7 +222,7 @@ def test_a_function_streams_calls_tools_in_parallel_and_branches(tmp_path: Path)
 
 
 def test_rows_are_the_same_whichever_request_comes_first(tmp_path: Path):
-    """Of two answers that read alike a client goes on from the longer; of two at once the same is scored."""
+    """A client goes on from the longer of two answers that read alike; of two at once the same is scored."""
     program = within(tmp_path, """
         from concurrent.futures import ThreadPoolExecutor
         from time import sleep
