@@ -67,6 +67,10 @@ class AsyncRollout(ApartRollout):
         return {call: [rows for _, rows in sorted(self.answered.pop(call).items())] for call in complete}
 
     def update_weights(self, version: int) -> dict[str, float]:
+        with self.watch() as wait:
+            while not all(ready := self.group.submit("generator", "expects", [(version,)] * self.group.size).result()):
+                wait.late = [rank for rank, is_next in enumerate(ready) if not is_next]
+                wait.check()
         certificates = self.move_weights("generator", "reload", version)
         return {name: max(certificate[name] for certificate in certificates) for name in certificates[0]}
 

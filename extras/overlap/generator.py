@@ -5,6 +5,7 @@ played again, whatever the clock does.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -44,6 +45,7 @@ class ReloadingEngine(AsyncEngine):
 
     Attributes:
         awaited: the version of the weights for which the plan has the engine wait; 0: none.
+        has_failed: whether the engine has raised.
         in_engine: requests in flight, by id, as they came.
         drawn: by request, what earlier weights have drawn of its answer: (token ids, log-probs, version) of each.
     """
@@ -51,7 +53,7 @@ class ReloadingEngine(AsyncEngine):
     def __init__(self, *args: Any, record: Record | None = None, plan: Sequence[dict] = ()) -> None:
         super().__init__(*args)
         self.record, self.plan = record, [*reversed(plan)]
-        self.steps = self.awaited = 0
+        self.steps, self.awaited, self.has_failed = 0, 0, False
         self.in_engine: dict[int, Request] = {}
         self.drawn: dict[int, list[tuple[list[int], list[float], int]]] = {}
         self.reloads: list[tuple[int, Callable[[], Any], Future]] = []
@@ -62,6 +64,13 @@ class ReloadingEngine(AsyncEngine):
         self.reloads.append((version, load, done))
         self._wake()
 
+    def expects(self, version: int) -> bool:
+        """Says whether weights called `version` come next: always, unless a plan has something else before them."""
+        if not self.plan or self.has_failed or self.awaited == version:
+            return True
+        planned = self.plan[-1]
+        return self.pumping is None and not planned["joining"] and not planned["ended"]
+
     def _has_work(self) -> bool:
         return super()._has_work() or bool(self.reloads)
 
@@ -70,8 +79,8 @@ class ReloadingEngine(AsyncEngine):
             self.loading, self.reloads = self.reloads, []
             return await super()._take()
         (leaving, self.leaving), planned = (self.leaving, []), {"joining": [], "ended": [], "weights": []}
-        if self.plan[-1]["step"] == self.steps:
-            planned = self.plan.pop()
+        if is_next := self.plan[-1]["step"] == self.steps:
+            planned = self.plan[-1]
         elif not self.in_engine:  # so it gets no further
             raise EngineError(f"trainer.replay: the engine has nothing to do after step {self.steps} of it. {REMEDY}")
         joining = [await self._come("joining", lambda request: request.seed, seed) for seed in planned["joining"]]
@@ -79,6 +88,8 @@ class ReloadingEngine(AsyncEngine):
         for self.awaited in planned["weights"]:
             self.loading.append(await self._come("reloads", lambda each: each[0], self.awaited))
         self.awaited = 0
+        if is_next:
+            self.plan.pop()
         return joining, leaving, ended
 
     async def _come(self, queue: str, key_of: Callable[[Any], Any], key: Any) -> Any:
@@ -124,6 +135,7 @@ class ReloadingEngine(AsyncEngine):
     def _on_pump_end(self, pumping: asyncio.Task) -> None:
         """Ends every wait for a change of weights, too, if the engine raised."""
         if pumping.cancelled() or pumping.exception():
+            self.has_failed = True
             for version, _, done in (*self.loading, *self.reloads):
                 done.set_exception(EngineError(f"the engine ended before it took the weights of step {version}"))
             self.loading, self.reloads = [], []
@@ -251,6 +263,13 @@ class Generator:
             if any(str(client.episode).startswith(names) for client in self.pump.clients.copy().values()):
                 raise EngineError(f"trainer.replay: weights {version} come after answers that wait for them. {REMEDY}")
         return {call: self.calls.pop(call)[0].result() for call, future in futures.items() if future.done()}
+
+    def expects(self, version: int) -> bool:
+        """Says whether `reload` may be called; waits a moment if not. It keeps this worker from other calls until the
+        weights have come, so what a replay has join before them must be here."""
+        if not (is_next := self.pump.expects(version)):
+            time.sleep(TAKE_SECONDS)
+        return is_next
 
     def reload(self, version: int) -> tuple[int, dict[str, float]]:
         """Takes the weights that the trainer sends, called `version`, between two steps of the engine; returns the sum

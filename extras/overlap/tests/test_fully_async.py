@@ -281,7 +281,6 @@ def test_each_step_learns_the_prompts_of_the_synchronous_run_from_tokens_within_
         oldest = max(metrics[step]["staleness/max"] for step in range(1, steps + 1))
         assert oldest <= staleness and (oldest > 0) == (staleness > 0)
 
-    monkeypatch.setattr(Strict, "next_rows", draw)
     start = f"trainer.resume_from_path={tmp_path}/ahead 3/global_step_2"
     learnt.clear()
     trained(tmp_path / "resumed", tiny_model, *settings, "trainer.resume_mode=resume_path", start)
