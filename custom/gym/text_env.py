@@ -19,7 +19,7 @@ from configs.extras import has
 from configs.import_utils import find
 from configs.schema import SuccessConfig
 from custom.gym.planning import worst_reward
-from custom.gym.texts import NamedActions, Range, text_of
+from custom.gym.texts import NamedActions, text_of
 from custom.gym.world import World, make_gym, split_id
 
 MAX_WORLDS = 256  # that states are computed in
@@ -89,7 +89,7 @@ class TextEnv:
     action_names: Sequence[str] | None = None  # by action: canonical answer, then synonyms after |; default: numbers
     observation_names: Sequence[str] | None = None  # written before each number of a flat observation
     observation_style: str = "plain"  # of numbers; or "fixed": all as wide as the widest; or "bars": with bars beside
-    observation_ranges: Sequence[Range] | None = None  # that bars show, of each number; default: what random play meets
+    observation_ranges: Sequence[Sequence[float]] | None = None  # of bars; default: what random play meets
     max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
     reward: str | None = None  # of compute_reward: "progress" (default with a transition table), "env", or of CREDITS
     invalid_action: str = "retry"  # an answer without a legal action uses up a turn; or "end": it ends the episode
@@ -139,6 +139,8 @@ class TextEnv:
             raise ValueError(f"invalid_action={self.invalid_action!r}: an illegal answer is a 'retry', or the 'end'")
         if self.observation_style not in NUMBER_STYLES:
             raise ValueError(f"observation_style={self.observation_style!r}: it is one of {', '.join(NUMBER_STYLES)}")
+        if self.observation_style == "bars" and not self.repeatable and self.observation_ranges is None:
+            raise ValueError("observation_style='bars' of what is not repeatable: set observation_ranges")
         if self.max_turns < 1:
             raise ValueError(f"max_turns={self.max_turns}: an episode needs at least 1 turn")
         if self.reward not in ("progress", "env", *CREDITS) or (self.reward == "progress" and not tabular):

@@ -4,7 +4,7 @@ Other spaces (arrays, dicts, tuples …) are written out by extras/gym.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +12,6 @@ import gymnasium as gym
 import numpy as np
 
 from configs.import_utils import find
-
-Range = Sequence[float]  # lowest and highest value of a number
 
 
 def last_mention(names: Sequence[str], text: str) -> int | None:
@@ -54,7 +52,7 @@ class PlainText:
         if names is not None:
             raise ValueError(f"{len(names)} observation_names for {self.space}: they name the numbers of a flat array")
 
-    def write(self, observation: Any, names: Sequence[str] | None = None, ranges: Sequence[Range] = ()) -> str:
+    def write(self, observation: Any, names: Sequence[str] | None = None, ranges: Iterable = ()) -> str:
         """Writes an observation out, with `names` and bars (of `ranges`) beside its numbers if they are given."""
         return str(observation)
 

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import compress, count, islice
+from itertools import count, islice
 from statistics import fmean
 from typing import Any
 
@@ -104,16 +104,18 @@ class Demonstrations:
         """
         of_text = defaultdict(list)
         for row in rows:
-            of_text[str(row["prompt"])] += [row] if "values" in row else []
+            if "values" in row:
+                of_text[str(row["prompt"])].append(row)
         start = self.environment.start_state(self.environment.train_seed(0))
         for alike in of_text.values():
-            is_blind = [row.pop("is_blind") for row in alike]
-            values = [*compress(every := [row.pop("values") for row in alike], is_blind)] or every
-            compared = [move for move in values[0] if all(move in each for each in values)] if values else []
+            entries = [(row.pop("values"), row.pop("is_blind")) for row in alike]
+            values = [each for each, is_blind in entries if is_blind] or [each for each, _ in entries]
+            compared = [move for move in values[0] if all(move in each for each in values)]
             means = {move: fmean(each[move] for each in values) for move in compared}
             answers = [self.write(move, start) for move in self.environment.credit.best_of(means)] if means else []
             for row in alike:
-                row["response"] = row["response"] if row["response"] in answers or not answers else answers[0]
+                if answers and row["response"] not in answers:
+                    row["response"] = answers[0]
         return rows
 
     def begin(self, index: int, seed: int, actions: Any = ()) -> None:

@@ -174,8 +174,11 @@ def test_bars_show_the_range_that_random_play_meets_in_every_copy_of_the_environ
     text, again = env.start_state(0).text, make_env("CartPole-v1", observation_style="bars")
     assert re.fullmatch(r"position \S{6} #{5,12}\.+, speed \S{8} #+\.+, angle \S{7} #+\.+, turning \S{8} #+\.+", text)
     assert text == env.clone().start_state(0).text == again.start_state(0).text
-    given = make_env("CartPole-v1", observation_style="bars", observation_ranges=[[-9, 0], [0, 9]])
-    assert re.fullmatch(r"position \S+ #{16}, speed \S+ \.{16}, angle \S+, turning \S+", given.start_state(0).text)
+    given = make_env("CartPole-v1", observation_style="bars", observation_ranges=[[-9, 0], [0, 9]] * 2)
+    assert re.fullmatch(r"(\w+ \S+ #{16}, \w+ \S+ \.{16}(, )?){2}", given.start_state(0).text)
+    for more in ({"observation_ranges": [[0, 1]]}, {"repeatable": False}):
+        with pytest.raises(ValueError, match="observation_ranges"):
+            make_env("CartPole-v1", observation_style="bars", **more)
 
 
 @pytest.mark.parametrize("space", ACTIONS, ids=str)
