@@ -22,7 +22,7 @@ Player = Callable[[Any, Any], Any]  # of an environment and a state: an action
 PLAYERS = ("random", "best")
 OF_A_RESET = 4  # rows: few of many are more unlike than many of few
 MOST_IDLE = 1000  # resets, one after the other, without a row
-BLIND = 4  # resets of the best player, of which one is played on at random
+BLIND = 4  # resets, of which one is played on at random
 EXPLORES = 0.2  # of the moves that are played: random ones, so that mistakes are seen, too
 
 
@@ -79,12 +79,13 @@ class Demonstrations:
         """Returns the rows of a reset, a few: every other a training state, else its start, and where play leads to
         from there. States in which the best player knows no better move than any other are left out.
 
-        Of the best player's resets one in BLIND is played on at random: its own moves would tell a secret it knows.
+        One in BLIND of the resets that playouts judge is played on at random: the best player's own moves would tell a
+        secret that it knows. A search's rows begin anywhere, so enough of them are behind no move of its own.
         """
         seed, from_start = self.environment.train_seed(index), index % 2 == 0 or not self.environment.repeatable
         start = self.environment.start_state(seed) if from_start else self.environment.get_state(index, seed)
         self.begin(index, start.seed, start.actions)
-        is_blind = self.name == "best" and index // 2 % BLIND == 0
+        is_blind = self.name == "best" and self.environment.reward == "playouts" and index // 2 % BLIND == 0
         turns = enumerate(self.play(1.0 if is_blind else EXPLORES))
         rows = (self.row(*turn, is_blind or not number) for number, turn in turns if self.tells_apart(turn[0]))
         return [*islice(rows, OF_A_RESET)]
