@@ -24,7 +24,8 @@ Finding = tuple[str, str]  # (what an exemption would name: module or module:fun
 
 DOOR = (
     *("workers/group.py:all", "workers/group.py:_deal", "extras/overlap/fully_async.py:take_finished"),
-    *("extras/overlap/fully_async.py:begin", "extras/overlap/pools.py:link", "extras/overlap/pools.py:together"),
+    *("extras/overlap/fully_async.py:begin", "extras/overlap/fully_async.py:update_weights"),
+    *("extras/overlap/pools.py:link", "extras/overlap/pools.py:together"),
     *(f"workers/ray_group.py:{function}" for function in ("_wait", "close", "result", "_look_for_deaths")),
 )
 THREADS = ("extras/overlap/fully_async.py:collect", "extras/overlap/one_step_off.py:sync")
