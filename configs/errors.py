@@ -68,6 +68,14 @@ class MayPass(RuntimeError):
     """An error whose cause may pass, so that the same command may succeed when it is run again."""
 
 
+class WorkerError(RuntimeError):
+    """A worker in another process failed; the message carries its rank and traceback."""
+
+
+class WorkerLost(WorkerError, MayPass):
+    """A worker died, is stuck, or waited for another in vain: it would not answer another call either."""
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
     """Turns a mistake of the user into one line on stderr, `error: …`, and ends; used before workers start.

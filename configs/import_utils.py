@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from configs.errors import is_users
+from configs.errors import ConfigError, is_users
 from configs.extras import TABLE, check_present, has, present
 from configs.paths import find_path
 
@@ -297,6 +297,12 @@ def accepts(function: Callable, argument: str) -> bool:
         if argument in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return argument in parameters
     return True
+
+
+def check_accepts(key: str, name: str, function: Callable, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless the function that the setting `key` names accepts `kwargs`."""
+    if unknown := sorted(argument for argument in kwargs if not accepts(function, argument)):
+        raise ConfigError(f"{key}={name} takes no argument {unknown}: its kwargs are {dict(kwargs)}.")
 
 
 def required_arguments(function: Callable) -> list[str]:

@@ -316,7 +316,7 @@ def lay_over(schema: type, values: Mapping[str, Any], config: Any, key: str) -> 
     of `config`; raises ConfigError as for one of the schema."""
     try:
         node = OmegaConf.merge(defaults(schema), values)
-        node._set_parent(OmegaConf.create(asdict(config)))
+        node._set_parent(OmegaConf.structured(config))
         section = OmegaConf.to_object(node)
     except ConfigKeyError as error:
         unknown, known = f"{key}.{error.full_key}", [f"{key}.{name}" for name in known_keys(defaults(schema))]

@@ -59,15 +59,24 @@ def position_count(config: PretrainedConfig) -> int | None:
     return next((count for count in counts if count), None)
 
 
-def check_positions(config: PretrainedConfig, longest: int, model_key: str, length_keys: str) -> None:
-    """Raises ValueError if sequences of `longest` tokens, which the settings `length_keys` allow, have more positions
-    than the model that `model_key` names was made for."""
+def check_model(
+    model: PretrainedModelConfig,
+    key: str,
+    longest: int,
+    length_keys: str = "data.max_prompt_length + data.max_response_length",
+    head: type = AutoModelForCausalLM,
+) -> PretrainedConfig:
+    """Returns the config of the model that the setting `key` names; raises ValueError unless transformers has it as one
+    of the class `head`, with positions for sequences of `longest` tokens, which the settings `length_keys` allow."""
+    config = load_model_config(model, model.path, key)
+    check_has_head(config, key, head)
     positions = position_count(config.get_text_config())
     if positions is not None and longest > positions:
         raise ValueError(
-            f"{length_keys} allow sequences of {longest} tokens, and {model_key} was made for {positions} positions: "
-            "lower the lengths."
+            f"{length_keys} allow sequences of {longest} tokens, and {key} was made for {positions} positions: lower "
+            "the lengths."
         )
+    return config
 
 
 def check_has_head(config: PretrainedConfig, model_key: str, head: type = AutoModelForCausalLM) -> None:

@@ -13,10 +13,9 @@ import pytest
 
 import main
 from configs.checks import check_early
-from configs.errors import users_part
+from configs.errors import WorkerError, users_part
 from custom.env_wrapper import ENVIRONMENTS
 from tests.runs import ROOT, compose, learning_metrics, run_main, short_run
-from training.roles import WorkerError
 
 
 @pytest.fixture(autouse=True)
@@ -338,7 +337,7 @@ def test_of_a_worker_that_failed_the_users_frames_are_shown_if_there_are_any(tmp
     (file := tmp_path / "loss.py").touch()
     errors = [WorkerError(FROM_A_WORKER.format(root=ROOT, file=name)) for name in (file, ROOT / "main.py")]
     assert users_part(errors[0]).splitlines() == [
-        "training.roles.WorkerError: worker 1 failed:", f'  File "{file}", line 3, in mine', '    return seen["no"]',
+        "configs.errors.WorkerError: worker 1 failed:", f'  File "{file}", line 3, in mine', '    return seen["no"]',
         "           ~~~~^^^^^^", "KeyError: 'no'", "RuntimeError: the loss failed",
     ]  # fmt: skip
     assert users_part(errors[1]) == ""

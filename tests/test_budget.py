@@ -39,9 +39,9 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_560,
+    "core lines": 17_550,
     "core files": 82,
-    "product lines": 46_000,  # +120: bars beside numbers of a Box, labels that know no secret, replays that wait
+    "product lines": 45_985,
     "scripts and benchmarks": 4_760,
     "names in training/": 19,
     "names in workers/": 26,

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from configs.errors import WorkerError, WorkerLost
 from data.protocol import DataProto
 from data.seeding import rng_state, set_rng_state
 from tests.runs import compose, tree_of
 from training import checkpoint, tracking
 from training.checkpoint import LATEST, Saver, config_drift, config_yaml, find_checkpoint, read_part, saved_steps
-from training.roles import WorkerError, WorkerLost
 from training.run import Run
 
 FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "test.half_written"}

@@ -17,7 +17,7 @@ import pytest
 
 import main
 from configs import extras, loader
-from configs.checks import batch_arithmetic, check_config
+from configs.checks import batch_arithmetic, check_config, check_names
 from configs.errors import ConfigError
 from configs.loader import CONFIG_DIR, Arguments, check_is_whole, load_config, parse_arguments
 from configs.schema import Config
@@ -25,8 +25,8 @@ from configs.settings import Frozen, is_known
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
-from training.plan import check_algorithm, check_roles
-from training.roles import needed_roles
+from training.plan import check_algorithm
+from training.roles import check_roles, needed_roles
 from workers import ray_group, vllm_rollout_spmd
 from workers.rollout import load_rollout_class
 
@@ -416,6 +416,7 @@ def test_settings_that_contradict_each_other_are_refused_with_a_way_out(override
     with pytest.raises(ConfigError, match=message):
         config = compose(*overrides)
         check_config(config)
+        check_names(config)
         check_algorithm(config)
         check_roles(config, needed_roles(config))
 

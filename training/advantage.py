@@ -13,7 +13,7 @@ from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
 from data.padding import last_token
 from data.protocol import DataProto
 from data.types import Metrics
-from training.core_algos import get_adv_estimator_fn
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 from training.episode_rows import EpisodeRows
 from training.losses import (
     AdaptiveKLController,
@@ -113,7 +113,7 @@ def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: 
 
 def estimator_needs(name: str) -> set[str]:
     """Names the arguments that an estimator cannot do without, by which a run knows what it has to compute for it."""
-    return set(required_arguments(get_adv_estimator_fn(name)))
+    return set(required_arguments(ADV_ESTIMATOR_REGISTRY[name]))
 
 
 class Estimator:

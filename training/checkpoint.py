@@ -30,12 +30,11 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from yaml import YAMLError
 
-from configs.errors import ConfigError, MayPass, first_line
+from configs.errors import ConfigError, MayPass, WorkerLost, first_line
 from configs.paths import find_path
 from configs.schema import Config
 from configs.settings import safe_settings, without_secrets
 from data.files import replacing
-from training.roles import WorkerLost
 
 POLL_SECONDS = 0.05  # between two checks whether a checkpoint is whole
 SUMS_FILE = "checksums.json"

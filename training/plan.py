@@ -1,16 +1,17 @@
 """Says what settings mean for a run, and refuses those that cannot work, before an environment or data are touched."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import LIB_KEY, check_cuts, check_names
-from configs.errors import ConfigError, did_you_mean
+from configs.checks import LIB_KEY, check_names
+from configs.errors import ConfigError
 from configs.import_utils import (
     accepts,
     asked_for,
+    check_accepts,
     find,
     forget_changed_files,
     load_modules,
@@ -19,7 +20,7 @@ from configs.import_utils import (
 )
 from configs.schema import Config, DataConfig
 from data.chat import ChatFormat
-from data.pretrained import check_has_head, check_positions, load_model_config, load_tokenizer
+from data.pretrained import check_model, load_tokenizer
 from data.seeding import seed_everything
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
@@ -27,17 +28,7 @@ from training.core_algos import ADV_ESTIMATOR_REGISTRY, TAKES_NO_PENALTY
 from training.environment import load_conversations
 from training.losses import TENSOR_ARGS, bind_policy_loss, get_policy_loss
 from training.ray_trainer import RayPPOTrainer
-from training.roles import (
-    ROLES,
-    TEACHER_KEY,
-    columns_made,
-    has_teacher,
-    loss_reads,
-    loss_settings,
-    models_of,
-    needed_roles,
-    stages,
-)
+from training.roles import ROLES, check_roles, columns_made, loss_reads, loss_settings, models_of, needed_roles, stages
 from training.tracking import check_observers
 
 
@@ -74,10 +65,17 @@ def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer
     for make_trainer in asked_for("trainer", config):
         trainer_class = make_trainer(trainer_class, config)
     check_observers(config)
+    check_names(config)
     check_algorithm(config)
     roles = needed_roles(config, trainer_class.reads)
     check_roles(config, roles)
-    check_models(config, roles)
+    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
+    for role, key, model in models_of(config, roles):
+        check_model(model, key, longest if role.like_policy else 0, head=role.head)
+    adapter, key = config.policy_model.adapter, "actor_rollout_ref.model"
+    find("adapter", adapter, key).check_settings(config.policy_model, key)
+    for name in roles:
+        ROLES[name].check(config)
     checkpoint_to_resume(config)  # or raises
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     conversations, data = load_conversations(config, tokenizer)
@@ -90,17 +88,17 @@ def make_plan(config: Config, trainer_class: type[RayPPOTrainer] = RayPPOTrainer
 
 
 def check_algorithm(config: Config) -> None:
-    """Raises ConfigError unless estimator and policy loss exist, can be called, and are given what they need."""
-    check_names(config)
-    algorithm, settings = config.algorithm, loss_settings(config)
-    name, loss_key = algorithm.adv_estimator, "actor_rollout_ref.actor.policy_loss.loss_mode"
-    function, estimator = get_policy_loss(settings.loss_mode).function, ADV_ESTIMATOR_REGISTRY[name]
+    """Raises ConfigError unless estimator and policy loss can be called, and are given what they need."""
+    name, loss_key = config.algorithm.adv_estimator, "actor_rollout_ref.actor.policy_loss.loss_mode"
+    estimator = ADV_ESTIMATOR_REGISTRY[name]
+    check_penalties(config, estimator)
+    settings = loss_settings(config)
+    function = get_policy_loss(settings.loss_mode).function
     check_accepts(loss_key, settings.loss_mode, function, settings.kwargs)
     if estimator.__module__.startswith(("training.", "extras.")) or not accepts(estimator, "config"):
-        check_accepts("algorithm.adv_estimator", name, estimator, algorithm.adv_estimator_kwargs)
+        check_accepts("algorithm.adv_estimator", name, estimator, config.algorithm.adv_estimator_kwargs)
     if config.critic.enable is False and "values" in estimator_needs(name):
         raise ConfigError(f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave that out.")
-    check_penalties(config, estimator)
     for stage in stages(config):
         stage.check(config)
     extra_kwargs = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
@@ -121,40 +119,3 @@ def check_penalties(config: Config, estimator: Callable) -> None:
             f"{key}=true with algorithm.adv_estimator={name}, which {reason}: leave it out "
             "(actor_rollout_ref.actor.use_kl_loss=true holds the policy back)."
         )
-
-
-def check_accepts(key: str, name: str, function: Callable, kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless the function that the setting `key` names accepts `kwargs`."""
-    if unknown := sorted(argument for argument in kwargs if not accepts(function, argument)):
-        raise ConfigError(f"{key}={name} takes no argument {unknown}: its kwargs are {dict(kwargs)}.")
-
-
-def check_roles(config: Config, roles: list[str]) -> None:
-    """Raises ConfigError for settings of a role that there is not, for a teacher whom nothing reads, and for batches
-    that the roles of a run cannot cut as they are asked to."""
-    with_section = [name for name, spec in ROLES.items() if not isinstance(spec.section, str)]
-    for name in config.roles.keys() - with_section:
-        raise ConfigError(f"roles.{name}: no role of this name has settings there.{did_you_mean(name, with_section)}")
-    if has_teacher(config) and not config.trainer.val_only and "ref" not in roles:
-        raise ConfigError(
-            f"{TEACHER_KEY}.path names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor."
-            "use_kl_loss=true or algorithm.use_kl_in_reward=true, or leave it out."
-        )
-    for spec in map(ROLES.get, roles):
-        if spec.section:
-            check_cuts(config, spec.settings(config), spec.key)
-
-
-def check_models(config: Config, roles: list[str]) -> None:
-    """Checks by the config.json of each model that it has the head, and positions for the longest sequence; then has
-    each role check the rest."""
-    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
-    for spec, key, model in models_of(config, roles):
-        model_config = load_model_config(model, model.path, key)
-        check_has_head(model_config, key, spec.head)
-        if spec.like_policy:
-            check_positions(model_config, longest, key, "data.max_prompt_length + data.max_response_length")
-    policy, key = config.policy_model, "actor_rollout_ref.model"
-    find("adapter", policy.adapter, key).check_settings(policy, key)
-    for name in roles:
-        ROLES[name].check(config)

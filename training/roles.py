@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from configs.errors import MayPass
+from configs.checks import check_cuts
+from configs.errors import ConfigError, did_you_mean
 from configs.extras import present
 from configs.import_utils import asked_for, find, load_extern_object, required_arguments
 from configs.schema import Config, PretrainedModelConfig
@@ -25,14 +26,6 @@ POLICY_COLUMNS = ("old_log_probs", "entropys", "sum_pi_squared")  # of the log-p
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")  # of a forward pass
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
 UPDATE_COLUMNS = (*LOSS_COLUMNS, "ref_log_prob", "rollout_log_probs")
-
-
-class WorkerError(RuntimeError):
-    """A worker in another process failed; the message carries its rank and traceback."""
-
-
-class WorkerLost(WorkerError, MayPass):
-    """A worker died, is stuck, or waited for another in vain: it would not answer another call either."""
 
 
 @dataclass(frozen=True)
@@ -242,3 +235,19 @@ def loss_reads(config: Config) -> set[str]:
     settings = loss_settings(config)
     losses = [get_policy_loss(name).function for name in (settings.loss_mode, settings.get("task_loss")) if name]
     return {name for loss in losses for name in required_arguments(loss)[len(TENSOR_ARGS) :] if name in columns}
+
+
+def check_roles(config: Config, roles: list[str]) -> None:
+    """Raises ConfigError for settings of a role that there is not, for a teacher whom nothing reads, and for batches
+    that the roles of a run cannot cut as they are asked to."""
+    with_section = [name for name, spec in ROLES.items() if not isinstance(spec.section, str)]
+    for name in config.roles.keys() - with_section:
+        raise ConfigError(f"roles.{name}: no role of this name has settings there.{did_you_mean(name, with_section)}")
+    if has_teacher(config) and not config.trainer.val_only and "ref" not in roles:
+        raise ConfigError(
+            f"{TEACHER_KEY}.path names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor."
+            "use_kl_loss=true or algorithm.use_kl_in_reward=true, or leave it out."
+        )
+    for spec in map(ROLES.get, roles):
+        if spec.section:
+            check_cuts(config, spec.settings(config), spec.key)

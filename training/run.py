@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import plural
+from configs.errors import WorkerError
 from configs.process import Requests, end_by, in_notebook, in_words
 from configs.schema import Config
 from configs.settings import LAST
@@ -35,7 +36,6 @@ from training.checkpoint import (
 )
 from training.messages import ended_early, files_left, nothing_left, steps_lost
 from training.metric_utils import timer
-from training.roles import WorkerError
 from training.tracking import Observers
 
 logger = logging.getLogger(__name__)

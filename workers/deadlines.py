@@ -15,8 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
 
-from configs.errors import notice
-from training.roles import WorkerLost
+from configs.errors import WorkerLost, notice
 
 NOTICE_SECONDS = 60.0  # of waiting until a notice names the late workers; doubles after each notice
 BEAT_SECONDS = 2.0  # between two beats of a worker, and between two looks at them

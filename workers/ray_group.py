@@ -19,13 +19,12 @@ from uuid import uuid4
 
 import torch
 
-from configs.errors import ConfigError, MayPass, notice_once, warns_of_close
+from configs.errors import ConfigError, MayPass, WorkerError, WorkerLost, notice_once, warns_of_close
 from configs.import_utils import find
 from configs.process import VARIABLES, children_apart
 from configs.schema import Config, ModelConfig, RunConfig
 from data.files import locked
 from data.seeding import derive_seed, seed_everything
-from training.roles import WorkerError, WorkerLost
 from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.deadlines import BEAT_SECONDS, Beat, Progress, Wait, describe_process, stacks
 from workers.forward import forward_of

@@ -27,7 +27,7 @@ from configs.schema import (
 from configs.settings import EACH_EPOCH, LAST, with_settings
 from data.files import sole_run
 from data.padding import collate
-from data.pretrained import check_positions, load_model_config, load_tokenizer
+from data.pretrained import check_model, load_tokenizer
 from data.protocol import DataProto
 from data.rows import report_overlap
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler, fitting_batch_size
@@ -129,8 +129,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     check_observers(config)
     check_present("policy_loss", LOSS)
     tokenizer = load_tokenizer(config.model, "model")
-    model_config = load_model_config(config.model, config.model.path, "model.path")
-    check_positions(model_config, data.max_length, "model.path", "data.max_length")
+    check_model(config.model, "model.path", data.max_length, "data.max_length")
     find("adapter", config.model.adapter).check_settings(config.model, "model")
     checkpoint_to_resume(config)  # or raises
     end_id = answer_end(tokenizer)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.import_utils import find, load_modules
 from configs.process import worker_threads
 from configs.schema import ModelConfig, RolloutConfig
-from data.pretrained import check_has_head, check_positions, load_model_config
+from data.pretrained import check_model
 from workers.engine import compute_dtype
 from workers.models import load_causal_lm, training_device
 from workers.rollout import build_rollout, load_rollout_class
@@ -33,9 +33,7 @@ class StandaloneRollout:
         engine_class = load_rollout_class(rollout.name)
         engine_class.check(rollout, workers=1, gpus=int(self.device.type == "cuda"))
         longest = rollout.prompt_length + rollout.response_length
-        model_config = load_model_config(model, model.path, "model.path")
-        check_has_head(model_config, "model.path")
-        check_positions(model_config, longest, "model.path", "data.max_prompt_length + max_response_length")
+        model_config = check_model(model, "model.path", longest)
         find("adapter", model.adapter).check_settings(model, "model")
         self.vocab_size = model_config.get_text_config().vocab_size
         self.dtype = compute_dtype("auto", self.device)

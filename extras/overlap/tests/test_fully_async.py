@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedModel
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, WorkerError
 from configs.schema import ModelConfig, RolloutConfig
 from data.files import read_metrics
 from data.types import Completion, SamplingParams
@@ -31,7 +31,7 @@ from extras.overlap.tests.test_overlap import ALGORITHMS, APART, assert_same_wei
 from tests.runs import compose, files_of_at_most, needs_vllm
 from training.checkpoint import LATEST
 from training.ray_trainer import RayPPOTrainer
-from training.roles import ROLES, WorkerError
+from training.roles import ROLES
 from workers.deadlines import Beat, Wait
 from workers.engine_pump import EngineError
 from workers.models import load_causal_lm
