@@ -110,7 +110,8 @@ class Trial:
             if first != second:
                 raise ValueError(
                     f"{self.environment.env_id} does not repeat itself: {way} the {part} was {reprlib.repr(first)}, "
-                    f"then {reprlib.repr(second)}: begin reset with super().reset(seed=seed), draw from self.np_random"
+                    f"then {reprlib.repr(second)}: begin reset with super().reset(seed=seed), draw from self.np_random "
+                    "(or set env.kwargs.repeatable=false and env.mode=episode)"
                 )
 
 
