@@ -163,15 +163,15 @@ def users_part(error: BaseException) -> str:
     no frame is the user's, and no `raise` of ours says it all.
 
     A message may hold the traceback of another process, so all is read as text."""
-    text, kept, is_kept = "".join(traceback.format_exception(error)), list[str](), True
+    text, lines, is_kept = "".join(traceback.format_exception(error)), list[str](), True
     for line in text.splitlines():
         if frame := FRAME.match(line):
             is_kept = is_users(frame[1]) and (frame[1], frame[2]) not in ENTRANCES
         elif not line.startswith("  "):
             is_kept = not line.startswith(AROUND)
-        kept += [line] if is_kept and line.strip() else []
+        lines += [line] if is_kept and line.strip() else []
     is_ours = isinstance(error, AssertionError) or not is_on_purpose(error) or FRAME.search(str(error))
-    return "" if is_ours and not any(map(FRAME.match, kept)) else "\n".join(kept)
+    return "" if is_ours and not any(map(FRAME.match, lines)) else "\n".join(lines)
 
 
 def is_on_purpose(error: BaseException) -> bool:
@@ -235,7 +235,7 @@ def is_alike(key: str, name: str) -> bool:
     """Says whether each part of `key` is close to that of `name`, which may go on below a setting without parts."""
     parts, names = key.split("."), name.split(".")
     pairs = zip(parts, names, strict=False)
-    return len(parts) <= len(names) and all(difflib.get_close_matches(part, [given], 1, ALIKE) for part, given in pairs)
+    return len(parts) <= len(names) and all(difflib.get_close_matches(part, [typed], 1, ALIKE) for part, typed in pairs)
 
 
 def nearest_by_last_part(last: str, keys: list[str], cutoff: float = ALIKE) -> list[str]:

@@ -187,8 +187,8 @@ def render(
 def check_writes(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> None:
     """Raises ValueError if the chat template leaves out a text or a call of these messages; thoughts it may cut."""
     shape = json.dumps([with_marks(message, number) for number, message in enumerate(messages)], default=str)
-    given = json.dumps(template_kwargs, default=str), tokenizer, str(tokenizer.chat_template)
-    if mark := MARK.match(lost_mark(shape, *given)):
+    facts = json.dumps(template_kwargs, default=str), tokenizer, str(tokenizer.chat_template)
+    if mark := MARK.match(lost_mark(shape, *facts)):
         message, name = messages[int(mark[2])], tokenizer.name_or_path or type(tokenizer).__name__
         role = f"{message['role']} with tool calls" if "tool_calls" in message else message["role"]
         remedy = "" if message["role"] == "assistant" else "say it as system or user, or "

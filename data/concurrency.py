@@ -93,9 +93,9 @@ def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float
 
     longest = None if late is None or timeout is None else timeout * -(-len(results) // max_concurrent) + STOP_SECONDS
     with loop_in_thread() as loop:
-        done = asyncio.run_coroutine_threadsafe(gather(), loop)
-        if done in wait([done], longest).done:
-            done.result()  # raises what they raised
+        gathering = asyncio.run_coroutine_threadsafe(gather(), loop)
+        if gathering in wait([gathering], longest).done:
+            gathering.result()  # raises what they raised
         return results.copy()  # one that blocks may write more
 
 

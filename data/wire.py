@@ -43,8 +43,8 @@ def follows(name: str, columns: Mapping[str, Tensor]) -> bool:
     source, make = FOLLOWING.get(name, ("", None))
     if source not in columns or not columns[name].ndim == columns[source].ndim > 0:
         return False
-    column, made = columns[name], make(columns[source], columns[name].shape[-1])
-    return column.dtype == made.dtype == torch.int64 and torch.equal(column, made)
+    column, expected = columns[name], make(columns[source], columns[name].shape[-1])
+    return column.dtype == expected.dtype == torch.int64 and torch.equal(column, expected)
 
 
 def pack_tensor(tensor: Tensor) -> tuple:

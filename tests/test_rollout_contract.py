@@ -146,7 +146,7 @@ def test_an_engine_that_loses_requests_or_calls_itself_is_named(tokenizer: PreTr
 @pytest.mark.parametrize(
     ("generate", "message"),
     [
-        (lambda requests: [answer(one, 0) for one in requests[::-1]], "of request 1 where .* 0 belongs"),
+        (lambda requests: [answer(one, 0) for one in requests[::-1]], "of request 1 where 0 belongs"),
         (lambda requests: [answer(requests[0], 0)], "returned 1 completions for 2 requests: generate"),
         (lambda requests: None, "returned NoneType: generate must return a list of"),
         (lambda requests: [[7], [8]], "returned list: generate must return a list of one"),

@@ -210,16 +210,16 @@ def episode_seeds(config: EnvConfig) -> range:
 def episode_prompts(env_setup: EnvSetup, seeds: Iterable[int]) -> DataProto:
     """Starts the episodes of these reset seeds, except those whose prompts are too long to be shown."""
     states = [env_setup.environment.start_state(seed) for seed in seeds]
-    shown = [(state, ids) for state in states if (ids := env_setup.dataset.encode_state(state)) is not None]
-    if not shown:
+    starts = [(state, ids) for state in states if (ids := env_setup.dataset.encode_state(state)) is not None]
+    if not starts:
         raise ValueError(
             f"none of {len(states)} validation episodes can be shown: their prompts are longer than "
             "data.max_prompt_length. Raise it, or cut them by data.filter_overlong_prompts=false data.truncation=left."
         )
     rows = {
-        "raw_prompt_ids": [ids for _, ids in shown],
-        "extra_info": [{"state": state} for state, _ in shown],
-        "data_source": [env_setup.environment.env_id] * len(shown),
-        "uid": [str(state.seed) for state, _ in shown],
+        "raw_prompt_ids": [ids for _, ids in starts],
+        "extra_info": [{"state": state} for state, _ in starts],
+        "data_source": [env_setup.environment.env_id] * len(starts),
+        "uid": [str(state.seed) for state, _ in starts],
     }
     return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)

@@ -136,9 +136,9 @@ class AsyncEngine:
 
     async def _take(self) -> tuple[list[Request], list[int], list[int]]:
         """Takes the input of the next step: requests that join, ids of those that leave, and episodes that are over."""
-        taken = self.joining, self.leaving, self.ended
+        inputs = self.joining, self.leaving, self.ended
         self.joining, self.leaving, self.ended = [], [], []
-        return taken
+        return inputs
 
     def _step(self, joining: Sequence[Request], leaving: Sequence[int], ended: Sequence[int]) -> Step:
         """Runs one step, in the engine's thread."""

@@ -186,13 +186,13 @@ def memory_report(config: Config, layouts: Mapping[str, Replicas], free: int, ca
     """
     role_bytes, rollout = model_bytes(config, layouts), config.actor_rollout_ref.rollout
     kwargs = rollout.engine_kwargs.get("vllm") or {}
-    asked = kwargs.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
-    share = asked if rollout.name == "vllm" else 0.0
+    utilization = kwargs.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    share = utilization if rollout.name == "vllm" else 0.0
     parts = " + ".join(f"{role} {size / GIB:.1f}" for role, size in role_bytes.items())
-    left = free - sum(role_bytes.values())
-    if left < share * card:
+    room = free - sum(role_bytes.values())
+    if room < share * card:
         engine = f" beside the {share * card / GIB:.1f} of rollout.gpu_memory_utilization={share:g}" if share else ""
-        lower = f"rollout.gpu_memory_utilization={left * 100 // card / 100:g}, " if share and left > card // 10 else ""
+        lower = f"rollout.gpu_memory_utilization={room * 100 // card / 100:g}, " if share and room > card // 10 else ""
         raise ConfigError(
             f"actor_rollout_ref.model.path: models take {parts} GiB{engine}, and {free / GIB:.1f} of the GPU's "
             f"{card / GIB:.1f} are free. Take {lower}more GPUs, fsdp_config.optimizer_offload=true or a smaller model."

@@ -152,10 +152,10 @@ class RayPending:
                 if not ended:
                     wait.check()
                     continue
-                [done] = ended
-                rank = self.calls.index(done)
+                [call] = ended
+                rank = self.calls.index(call)
                 try:
-                    results[rank] = ray.get(done)
+                    results[rank] = ray.get(call)
                 except ray.exceptions.RayActorError as error:
                     raise self._death(rank, error) from None
                 except ray.exceptions.RayTaskError as error:

@@ -176,20 +176,20 @@ class Rollout:
         computed once."""
         assert type(self).step is not Rollout.step, f"{type(self).__name__} defines generate, which this would call"
         assert not self.has_unfinished_requests(), "other requests are in flight, whose completions would be lost"
-        done: dict[int, Completion] = {}
+        by_id: dict[int, Completion] = {}
         try:
             for request in requests:
                 self.add(request)
             while self.has_unfinished_requests():
                 for completion in self.step():
-                    done[completion.id] = completion
+                    by_id[completion.id] = completion
                 beat()
         finally:
             if self.has_unfinished_requests():
                 self.abort([request.id for request in requests])
-        missing = [request.id for request in requests if request.id not in done]
+        missing = [request.id for request in requests if request.id not in by_id]
         assert not missing, f"{type(self).__name__} ran dry without completions of the requests {missing}"
-        return [done[request.id] for request in requests]
+        return [by_id[request.id] for request in requests]
 
     def generate_sequences(
         self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
@@ -205,7 +205,7 @@ class Rollout:
         ]
         completions = self.generate(requests) if requests else []  # a share may be without rows
         check_completions(self, requests, completions)
-        samples = [sample_of(request, done) for request, done in zip(requests, completions, strict=True)]
+        samples = [sample_of(request, completion) for request, completion in zip(requests, completions, strict=True)]
         rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
         further = [name for name in prompts.tensors if name not in rollouts]
         return rollouts.union(prompts.select(further))
@@ -220,22 +220,22 @@ class Rollout:
 
     def inference(self, prompts: Sequence[Prompt | list[int]], seed: int = 0) -> list[str]:
         """Returns the texts of `batch_generation`, without special tokens."""
-        token_ids = [done.token_ids for done in self.batch_generation(prompts, seed)]
+        token_ids = [completion.token_ids for completion in self.batch_generation(prompts, seed)]
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
-    def check_completion(self, request: Request, done: Completion) -> Completion:
+    def check_completion(self, request: Request, answer: Completion) -> Completion:
         """Returns what answers `request`; raises ValueError for anything but token ids of the model, as many as were
         asked for at most, and a log-prob of each, FloatingPointError where a log-prob is NaN or infinite."""
         name, most = f"the engine {callable_name(type(self))}", request.sampling.max_tokens
-        if len(done.log_probs) != len(done.token_ids) or len(done.token_ids) > most:
+        if len(answer.log_probs) != len(answer.token_ids) or len(answer.token_ids) > most:
             raise ValueError(
-                f"{name} returned {len(done.token_ids)} token_ids and {len(done.log_probs)} log_probs for request "
+                f"{name} returned {len(answer.token_ids)} token_ids and {len(answer.log_probs)} log_probs for request "
                 f"{request.id}: a log-prob for each token, and at most request.sampling.max_tokens={most} tokens."
             )
         last = self.vocab_size - 1
         for label, values, kind, low, high, rule in (
-            ("token id", done.token_ids, numbers.Integral, 0, last, f"they are integers from 0 to {last}"),
-            ("log-prob", done.log_probs, numbers.Real, -math.inf, ROUNDED, "they are numbers, and not above 0"),
+            ("token id", answer.token_ids, numbers.Integral, 0, last, f"they are integers from 0 to {last}"),
+            ("log-prob", answer.log_probs, numbers.Real, -math.inf, ROUNDED, "they are numbers, and not above 0"),
         ):
             fits = all(issubclass(type_, kind) and type_ is not bool for type_ in {*map(type, values)})
             if fits and low <= min(values, default=low) <= max(values, default=low) <= high:
@@ -243,10 +243,10 @@ class Rollout:
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, kind) or value < low or value > high:
                     raise ValueError(f"{name} returned the {label} {value!r} for request {request.id}: {rule}.")
-        if not math.isfinite(sum(done.log_probs)):
-            position = [math.isfinite(value) for value in done.log_probs].index(False) + 1
+        if not math.isfinite(sum(answer.log_probs)):
+            position = [math.isfinite(value) for value in answer.log_probs].index(False) + 1
             raise divergence(self.weight_version, f"request {request.id}, token {position} of its response")
-        return done
+        return answer
 
     @contextmanager
     def together(self) -> Iterator[bool]:
@@ -386,16 +386,16 @@ def check_completions(engine: Rollout, requests: Sequence[Request], completions:
         raise ValueError(f"{name} returned {wrong_types[0]}: {rule}.")
     if len(completions) != len(requests):
         raise ValueError(f"{name} returned {len(completions)} completions for {len(requests)} requests: {rule}.")
-    for request, done in zip(requests, completions, strict=True):
-        if done.id != request.id:
-            raise ValueError(f"{name} returned that of request {done.id} where that of {request.id} belongs: {rule}.")
-        engine.check_completion(request, done)
+    for request, completion in zip(requests, completions, strict=True):
+        if completion.id != request.id:
+            raise ValueError(f"{name} returned that of request {completion.id} where {request.id} belongs: {rule}.")
+        engine.check_completion(request, completion)
 
 
-def sample_of(request: Request, done: Completion) -> Sample:
+def sample_of(request: Request, answer: Completion) -> Sample:
     """Returns the row of a request and its completion; nothing is learnt from one that was aborted."""
-    sample = Sample(request.prompt_ids, end_reason=END_REASON_OF[done.finish_reason])
-    sample.extend(done.token_ids, done.log_probs, done.finish_reason != "aborted", done.weight_version)
+    sample = Sample(request.prompt_ids, end_reason=END_REASON_OF[answer.finish_reason])
+    sample.extend(answer.token_ids, answer.log_probs, answer.finish_reason != "aborted", answer.weight_version)
     return sample
 
 

@@ -152,10 +152,10 @@ def padded_scores(
         return TokenScores(values=logits[:, -micro.response_width :, 0].float())
     labels, logits = micro.columns["responses"], logits.float() / temperature
     squared = calculate_sum_pi_squared_from_logits(logits) if "sum_pi_squared" in ask else None
-    kept = logits if "logits" in ask else None
+    kept_logits = logits if "logits" in ask else None
     if "entropy" in ask:
-        return TokenScores(*logprobs_and_entropy_from_logits(logits, labels), squared, logits=kept)
-    return TokenScores(logprobs_from_logits(logits, labels), None, squared, logits=kept)
+        return TokenScores(*logprobs_and_entropy_from_logits(logits, labels), squared, logits=kept_logits)
+    return TokenScores(logprobs_from_logits(logits, labels), None, squared, logits=kept_logits)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:

@@ -131,8 +131,8 @@ def draw_probe(engine: Rollout, vocab_size: int) -> DataProto | None:
     with engine.together() as leads:
         if not leads:
             return None
-        [done] = engine.generate([request])
-    return collate([sample_of(request, done)], len(prompt), max_tokens, engine.pad_token_id)
+        [completion] = engine.generate([request])
+    return collate([sample_of(request, completion)], len(prompt), max_tokens, engine.pad_token_id)
 
 
 def score_probe(policy: TrainEngine, probe: DataProto | None) -> tuple[DataProto, Tensor]:

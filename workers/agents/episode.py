@@ -102,22 +102,22 @@ class Episode(ABC):
                 sample = samples[-1]
                 room = limits.response - len(sample.token_ids)
                 so_far = PromptIds([*sample.prompt_ids, *sample.token_ids], media_of(sample.prompt_ids))
-                done = await policy.answer(so_far, min(room, limits.answer), turn)
-                sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
-                if done.finish_reason == "aborted" or not done.token_ids:  # no token, nothing that could earn a reward
-                    outcome = "aborted" if done.finish_reason == "aborted" else "answered without a token"
+                completion = await policy.answer(so_far, min(room, limits.answer), turn)
+                sample.extend(completion.token_ids, completion.log_probs, True, completion.weight_version, turn)
+                reason = completion.finish_reason
+                if reason == "aborted" or not completion.token_ids:  # no token, nothing that could earn a reward
+                    outcome = "aborted" if reason == "aborted" else "answered without a token"
                     raise EpisodeFailed("aborted", f"the engine {outcome} the request of turn {turn}")
-                answer = chat.text(done.token_ids, done.finish_reason == "stop")
-                reply = await or_episode_error(self.step(answer))
+                reply = await or_episode_error(self.step(chat.text(completion.token_ids, reason == "stop")))
                 sample.rewards[-1] += reply.reward
                 columns |= reply.columns
                 end_reason = reply.end_reason
                 if end_reason is None and reply.prompt_ids is not None:
                     samples.append(Sample(reply.prompt_ids))
                 elif end_reason is None and not reply.messages:
-                    end_reason = end_of(done.finish_reason, limits.response - len(sample.token_ids))
+                    end_reason = end_of(reason, limits.response - len(sample.token_ids))
                 elif end_reason is None:
-                    observation = chat.increment(reply.messages, done.finish_reason == "stop", done.token_ids[-1])
+                    observation = chat.increment(reply.messages, reason == "stop", completion.token_ids[-1])
                     end_reason = append_observation(sample, observation, limits, turn)
                 turn += 1
             reply = await or_episode_error(self.finish())

@@ -101,14 +101,14 @@ async def by_deadline(
         Overdue: it was not there.
         Exception: the future did, with a TimeoutError of its own too.
     """
-    left, lost_before = deadline, 0.0
+    remaining, lost_before = deadline, 0.0
     try:
-        while not (await asyncio.wait([future], timeout=left))[0]:
+        while not (await asyncio.wait([future], timeout=remaining))[0]:
             lost_now = lost()
-            left, lost_before = lost_now - lost_before, lost_now
+            remaining, lost_before = lost_now - lost_before, lost_now
             if extends():
-                left = deadline
-            elif left < LOOK_SECONDS:
+                remaining = deadline
+            elif remaining < LOOK_SECONDS:
                 raise Overdue(f"not done after {deadline:g} seconds")
     finally:
         future.cancel()
