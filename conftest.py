@@ -62,15 +62,15 @@ def shipped_configs_read_once() -> Iterator[None]:
     """A shipped yaml file, with what is chosen of the groups, is composed by Hydra once in a process of tests."""
     from configs import loader
 
-    read, found = loader.read_yaml, {}
+    read, composed = loader.read_yaml, {}
 
     def read_once(arguments: loader.Arguments, chosen: dict[str, Any]) -> Any:
         if arguments.config_dir != loader.CONFIG_DIR or arguments.settings is not None:
             return read(arguments, chosen)
-        asked = arguments.config_name, str(sorted(chosen.items()))
-        if asked not in found:
-            found[asked] = read(arguments, chosen)
-        return copy.deepcopy(found[asked])
+        key = arguments.config_name, str(sorted(chosen.items()))
+        if key not in composed:
+            composed[key] = read(arguments, chosen)
+        return copy.deepcopy(composed[key])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "read_yaml", read_once)
@@ -110,8 +110,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def order(item: pytest.Item) -> tuple[bool, bool, int]:
         engines, name = is_of_engines(item.nodeid), without_folder(item.nodeid)
-        place = next((number for number, start in enumerate(longest) if name.startswith(start)), len(longest))
-        return not engines, engines and on_ray(item), place
+        rank = next((number for number, start in enumerate(longest) if name.startswith(start)), len(longest))
+        return not engines, engines and on_ray(item), rank
 
     items.sort(key=order)
 

@@ -38,10 +38,10 @@ def main(argv: list[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         rows = countdown_rows(arguments.seed)
         for split, count in (("test", arguments.test), ("train", arguments.train)):
-            made = [{**next(rows), "extra_info": {"split": split, "index": index}} for index in range(count)]
-            for row in made:
+            entries = [{**next(rows), "extra_info": {"split": split, "index": index}} for index in range(count)]
+            for row in entries:
                 row["extra_info"]["difficulty"] = len(row["reward_model"]["ground_truth"]["numbers"])
-            pandas.DataFrame(made).to_parquet(folder / f"{split}.parquet")
+            pandas.DataFrame(entries).to_parquet(folder / f"{split}.parquet")
             print(f"{count} rows in {folder / f'{split}.parquet'}")
 
 

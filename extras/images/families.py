@@ -69,10 +69,10 @@ class Reader:
         """
         media = self.media(images, key)
         messages = prompt if isinstance(prompt, str) else with_parts(prompt)
-        asked = 0 if isinstance(prompt, str) else count_images(messages)
-        if asked != len(media.images):
+        count = 0 if isinstance(prompt, str) else count_images(messages)
+        if count != len(media.images):
             raise ValueError(
-                f"the prompt has {asked} <image> in chat messages, and {key} has {len(media.images)}: "
+                f"the prompt has {count} <image> in chat messages, and {key} has {len(media.images)}: "
                 "each image has its place."
             )
         return PromptIds(media.expand(encode(messages if media else prompt)), media)
@@ -198,10 +198,10 @@ class QwenReader(Reader):
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
     def read(self, picture: Image.Image) -> Shown:
-        made = self.processor(images=[picture], return_tensors="pt")
-        time, *cells = made["image_grid_thw"][0].tolist()
+        encoded = self.processor(images=[picture], return_tensors="pt")
+        time, *cells = encoded["image_grid_thw"][0].tolist()
         rows, columns = (count // self.processor.merge_size for count in cells)
-        tokens, tensors = time * rows * columns, {name: made[name] for name in OF_QWEN}
+        tokens, tensors = time * rows * columns, {name: encoded[name] for name in OF_QWEN}
         return Shown(picture, tensors, (self.placeholder,) * tokens, tokens, (rows, columns))
 
 
@@ -242,9 +242,9 @@ class Idefics3Reader(Reader):
 
     def read(self, picture: Image.Image) -> Shown:
         text = self.processor.image_token
-        made = self.processor(images=[[picture]], text=[text], add_special_tokens=False, return_tensors="pt")
-        expansion = tuple(made["input_ids"][0].tolist())
-        tensors = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
+        encoded = self.processor(images=[[picture]], text=[text], add_special_tokens=False, return_tensors="pt")
+        expansion = tuple(encoded["input_ids"][0].tolist())
+        tensors = {name: encoded[name] for name in ("pixel_values", "pixel_attention_mask")}
         return Shown(picture, tensors, expansion, expansion.count(self.placeholder))
 
 

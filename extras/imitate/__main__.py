@@ -64,11 +64,11 @@ def write_demonstrations(
     demonstrations = demonstrations_of(config, player, number)
     environment, dataset = demonstrations.environment, demonstrations.dataset
     if by_policy:
-        made = find("environment", "policy")(config, environment, dataset).settle(demonstrations.rows_of, by_policy)
+        resets = find("environment", "policy")(config, environment, dataset).settle(demonstrations.rows_of, by_policy)
     else:
         helpers = helpers_of(config, player, number) if environment.repeatable else []
-        made = make_rows(demonstrations, helpers)
-    turns = tell_of_secrets(demonstrations.turns(made), rows)
+        resets = make_rows(demonstrations, helpers)
+    turns = tell_of_secrets(demonstrations.turns(resets), rows)
     written = turns if history == "turns" else demonstrations.transcripts()
     written = [*track(islice(written, rows), "writing demonstrations", total=rows)]
     dump_jsonl(output, demonstrations.settle(written) if history == "turns" else written)
@@ -93,8 +93,8 @@ def main() -> None:
         config = compose("ppo_trainer", arguments.overrides, takes_objects=True)
         check_output_folder(str(arguments.output.parent), "--output")
         seed_everything(config.trainer.seed)
-        given = arguments.player, arguments.rows, arguments.output, arguments.history, arguments.round
-        rows = write_demonstrations(config, *given, by_policy=arguments.by_policy)
+        options = arguments.player, arguments.rows, arguments.output, arguments.history, arguments.round
+        rows = write_demonstrations(config, *options, by_policy=arguments.by_policy)
     print(f"{arguments.output} has {rows} rows: python -m extras.sft data.train_files={arguments.output} …")
 
 

@@ -63,13 +63,13 @@ class Demonstrations:
         self.player = load_player(name, environment, self.rng)
         self.explorer = load_player("random", environment, self.rng)
 
-    def turns(self, made: Iterator[list[Row]] | None = None) -> Iterator[Row]:
-        """Yields rows without end, each a state and the answer; `made` has those of each reset, if others make them.
+    def turns(self, resets: Iterator[list[Row]] | None = None) -> Iterator[Row]:
+        """Yields rows without end, each a state and the answer; `resets` has those of each reset, if others make them.
 
         Raises ValueError if the best player knows no better move than any other in any state.
         """
         idle = 0
-        for rows in made or map(self.rows_of, count()):
+        for rows in resets or map(self.rows_of, count()):
             yield from rows
             idle = 0 if rows else idle + 1
             if idle == MOST_IDLE:

@@ -58,8 +58,8 @@ class AsyncRollout(ApartRollout):
 
     def take_finished(self, calls: Sequence[int], wait: Wait) -> dict[int, list[DataProto]]:
         """Waits a moment; returns the answers to those of `calls` that are whole, once, by rank; raises as `wait`."""
-        taken = self.group.submit("generator", "take", [(calls, LEARNS.get())] * self.group.size).result()
-        for rank, call, rows in ((rank, *item) for rank, part in enumerate(taken) for item in part.items()):
+        parts = self.group.submit("generator", "take", [(calls, LEARNS.get())] * self.group.size).result()
+        for rank, call, rows in ((rank, *item) for rank, part in enumerate(parts) for item in part.items()):
             self.answered[call][rank] = rows
         wait.late = [rank for rank in range(self.group.size) if any(rank not in self.answered[call] for call in calls)]
         wait.check()

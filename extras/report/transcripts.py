@@ -161,30 +161,30 @@ class TokenTexts:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _align(self, ids: list[int], whole: str) -> list[str]:
-        """Cuts `whole` into a text for each of `ids`, up to the point that the tokens so far determine."""
+    def _align(self, ids: list[int], joined: str) -> list[str]:
+        """Cuts `joined` into a text for each of `ids`, up to the point that the tokens so far determine."""
         texts: list[str] = []
         start = before = 0  # the text of ids from `start` on is not certain yet; those from `before` on are its context
-        begins = emitted = 0  # where the text of ids[start:] begins in `whole`, and how much of `whole` is given out
+        begins = emitted = 0  # where the text of ids[start:] begins in `joined`, and how much of `joined` is given out
         for end, token in enumerate(ids, start=1):
             pending = end - start
             text = self.later[token] if end > 1 else self.first[token]
-            certain = pending == 1 and BROKEN not in text and whole.startswith(text, begins)
+            certain = pending == 1 and BROKEN not in text and joined.startswith(text, begins)
             if not certain:
                 if pending > MOST_HELD:
                     start = before = begins = 0
                 context, both = self.decode(ids[before:start]), self.decode(ids[before:end])
                 text = both[len(context) :] if both.startswith(context) else self.decode(ids[start:end])
-                pairs = zip(text, whole[begins : begins + len(text)], strict=False)
+                pairs = zip(text, joined[begins : begins + len(text)], strict=False)
                 known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 certain = (known == len(text) and not text.endswith(BROKEN)) or pending > MOST_HELD
                 text = text[:known]
             reached = max(emitted, begins + len(text))
-            texts.append(whole[emitted:reached])
+            texts.append(joined[emitted:reached])
             emitted = reached
             if certain:
                 before, start, begins = start if text else before, end, emitted
-        texts[-1] += whole[emitted:]
+        texts[-1] += joined[emitted:]
         return texts
 
 

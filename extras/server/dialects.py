@@ -37,12 +37,12 @@ def serve_dialects(app: FastAPI, base: str, chat: Chat) -> None:
 def route_of(dialect: ModuleType, chat: Chat) -> Callable[[Json, Request], Awaitable[Response]]:
     async def respond(body: Json, request: Request) -> Response:
         try:
-            asked = ChatBody.model_validate(dialect.to_chat(body))
+            chat_body = ChatBody.model_validate(dialect.to_chat(body))
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
-        response = await chat(asked, request)
+        response = await chat(chat_body, request)
         if isinstance(response, StreamingResponse):
             response.body_iterator = in_events(dialect.Events(body), response.body_iterator)
             return response

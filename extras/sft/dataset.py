@@ -98,7 +98,7 @@ class SFTDataset(Dataset):
             self.tokenizer,
             key,
             keys=[(config.messages_key,), (config.prompt_key, config.response_key)],
-            encode=lambda row: len((made := self._sample(row, Origin("", 0))).prompt_ids) + len(made.token_ids),
+            encode=lambda row: len((sample := self._sample(row, Origin("", 0))).prompt_ids) + len(sample.token_ids),
             limit=config.max_length,
             settings=[self.end_id, config.prompt_dict_keys, config.response_dict_keys, *decisive],
             empty=(*NO_TEXT, config.tools_key),
@@ -267,8 +267,8 @@ def create_sft_dataset(
     check_reads(dataset_class, "config", "data.custom_cls", chosen.extras)
     offered = {"tokenizer": tokenizer, "config": config, "processor": None, "max_samples": max_samples}
     offered |= {"parquet_files": data_files, "data_files": data_files, "end_id": end_id}
-    made = bind(dataset_class, offered, chosen.kwargs, f"data.custom_cls.name={chosen.name}")()
-    return made if len(made) and "sample" in made[0] else TokenRows(made, config)
+    dataset = bind(dataset_class, offered, chosen.kwargs, f"data.custom_cls.name={chosen.name}")()
+    return dataset if len(dataset) and "sample" in dataset[0] else TokenRows(dataset, config)
 
 
 def within(value: Any, keys: str | list[str] | None) -> Any:

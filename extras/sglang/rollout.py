@@ -85,8 +85,8 @@ class SGLangRollout(AsyncRollout):
         """
         super().load_weights(weights, version)
         for bucket in buckets(self._at_least_one(weights)):
-            taken, message = self.engine.update_weights_from_tensor(bucket, flush_cache=False)
-            if not taken:
+            accepted, message = self.engine.update_weights_from_tensor(bucket, flush_cache=False)
+            if not accepted:
                 raise ValueError(f"SGLang does not take the weights of version {version}: {message}")
         self.engine.flush_cache()
 

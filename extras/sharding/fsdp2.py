@@ -88,13 +88,13 @@ class Sharding(Replicas):
     def build(
         self, read: Callable[[], PreTrainedModel], empty: Callable[[], PreTrainedModel], prepare: Callable, folder: Path
     ) -> PreTrainedModel:
-        made = empty()
-        prepare(made)
-        shard(made, self)
+        model = empty()
+        prepare(model)
+        shard(model, self)
         at = self.device  # where room is made for this rank's parts of weights that are nowhere yet
-        fill_empty(made, lambda tensor: torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at))
-        fill(made, folder, read)
-        return made
+        fill_empty(model, lambda tensor: torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at))
+        fill(model, folder, read)
+        return model
 
     def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
         shards = self.mesh.shape[self.mesh.mesh_dim_names.index("shard")]

@@ -142,7 +142,7 @@ def score_rows(rows: list[Row], reward: FunctionReward) -> list[Outcome]:
     except ValueError as error:
         results = [NotScored("error", str(error))] * len(view)
     seconds = [seconds for _, seconds in calls] * (len(view) // len(calls))
-    return [outcome_of(result, taken) for result, taken in zip(results, seconds, strict=True)]
+    return [outcome_of(result, duration) for result, duration in zip(results, seconds, strict=True)]
 
 
 def timed_call(view: DataProto, reward: FunctionReward) -> tuple[Any, float]:

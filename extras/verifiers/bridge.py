@@ -80,7 +80,7 @@ async def rubric(
         state["trajectory"] = [{"advantage": None, "reward": None}]
         states.append(state)
         groups.setdefault(tuple(group), []).append(state)
-    await asyncio.gather(*(environment(made).rubric.score_group(group) for (_, made), group in groups.items()))
+    await asyncio.gather(*(environment(by).rubric.score_group(group) for (_, by), group in groups.items()))
     return [{**state["metrics"], "score": state["reward"]} for state in states]
 
 

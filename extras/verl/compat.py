@@ -134,8 +134,8 @@ def is_padding_enabled(self: DataProto) -> bool:
 
 def to_tensordict(self: DataProto) -> TensorDict:
     """Returns all columns in one TensorDict: arrays as stacks of a value a row, meta_info as single values."""
-    taken = [*self.tensors, *self.non_tensor_batch, *self.meta_info]
-    assert len(set(taken)) == len(taken), f"a name stands in two of batch, non_tensor_batch and meta_info: {taken}"
+    names = [*self.tensors, *self.non_tensor_batch, *self.meta_info]
+    assert len(set(names)) == len(names), f"a name stands in two of batch, non_tensor_batch and meta_info: {names}"
     stacks = {name: NonTensorStack(*map(NonTensorData, rows)) for name, rows in self.non_tensor_batch.items()}
     values = {name: NonTensorData(value) for name, value in self.meta_info.items()}
     return TensorDict(self.tensors | stacks | values, batch_size=[len(self)])

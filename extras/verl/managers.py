@@ -202,9 +202,9 @@ def kwargs_of(config: RewardConfig) -> dict[str, Any]:
     return kwargs.pop("extras") | kwargs
 
 
-def verls_view(config: RewardConfig, whole: Config | None) -> DictConfig:
+def verls_view(config: RewardConfig, run_config: Config | None) -> DictConfig:
     """Returns the config as managers of verl read it, in which rewards stand in their older sections too."""
-    plain = {**(asdict(whole) if whole is not None else {}), "reward": asdict(config)}
+    plain = {**(asdict(run_config) if run_config is not None else {}), "reward": asdict(config)}
     reward = plain["reward"]
     reward["reward_kwargs"] = kwargs_of(config)
     older = {"reward_kwargs": reward["reward_kwargs"], "reward_manager": config.reward_manager.name}

@@ -237,7 +237,7 @@ class LoopEpisode(UsersEpisode):
         if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
             raise TypeError(f"{self.agent.name} returned {returned!r}; run must return an AgentLoopOutput, or several.")
         samples, width = [], self.config.actor_rollout_ref.rollout.prompt_length
-        taken = (self.row.keys() | RUN_COLUMNS) - OF_EPISODES
+        names = (self.row.keys() | RUN_COLUMNS) - OF_EPISODES
         for output in outputs:
             trusted = self.config.actor_rollout_ref.rollout.agent.trust_logprobs
             sample, reason = sample_of(output, [*server.answers.values()], limits, width, trusted)
@@ -246,7 +246,7 @@ class LoopEpisode(UsersEpisode):
             score = output.reward_score if output is outputs[-1] else output.reward_score or 0.0
             if score is not None:
                 check_reward(score := float(score))
-            columns = beside(extra, taken, "extra") | {LOOP_SCORE: score, "__agent_metrics__": {**vars(output.metrics)}}
+            columns = beside(extra, names, "extra") | {LOOP_SCORE: score, "__agent_metrics__": {**vars(output.metrics)}}
             finish_samples([sample], reason, columns, output.num_turns or server.requests)
             samples.append(sample)
         if reason == "aborted":
