@@ -80,7 +80,8 @@ class Ahead(RayPPOTrainer):
 
     Attributes:
         learnt: the step whose update made the present weights.
-        positions, epochs: of the rows that are under way, by the step that drew them.
+        positions: of the rows that a step has drawn, until it takes their answers, or `groups` has them.
+        epochs: of the steps that have drawn their rows, and are not learnt.
         record, plan: names of the groups that each step learns from, and those of the run that is played again.
         stops: steps after which that run was resumed.
     """
@@ -192,14 +193,14 @@ class FirstCome(Ahead):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.begun: set[int] = set()
         self.groups: dict[str, tuple[int, int]] = {}
         self.coming: dict[int, str] = {}
         self.done: dict[str, DataProto] = {}
 
     def collect(self, step: int, timing: dict[str, float]) -> Rollouts:
         """Has the groups of all steps begun that may be, and returns the first that are finished."""
-        for later in sorted({*self.positions, *range(step, self.last_begun(step) + 1)} - self.begun):
+        undrawn = {*range(step, self.last_begun(step) + 1)}.difference(self.epochs)
+        for later in sorted(undrawn.union(self.positions)):
             self.begin(later)
         with timer("wait", timing), self.rollout.watch() as wait:
             names = self.plan.get(step) or self.first_done(wait)
@@ -220,7 +221,7 @@ class FirstCome(Ahead):
         """Draws the rows of a step, and has the samples of each begun by themselves."""
         prompts, rollout = self.as_prompts(self.rows_of(step), str(step)), self.config.actor_rollout_ref.rollout
         sampling = SamplingParams.from_config(rollout, rollout.response_length)
-        self.begun.add(step)
+        del self.positions[step]  # `groups` has them
         for index, name in enumerate(prompts.uid):
             samples = prompts[index : index + 1].repeat(rollout.n, interleave=True)
             seed = derive_seed(self.config.trainer.seed, "group", step, int(prompts.dataset_position[index]))
