@@ -5,6 +5,7 @@ A section refuses what it says itself (`check` in configs/schema.py). Nothing he
 
 import ast
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from operator import attrgetter
@@ -18,11 +19,11 @@ from configs.paths import ROOT, check_model_path, find_path, options, row_bound,
 from configs.process import most_gpus
 from configs.schema import ActorConfig, AgentConfig, Config, CriticConfig, EnvConfig, SamplingConfig
 
+LIB_KEY = "actor_rollout_ref.model.external_lib"
 USERS_FILES = (
     "env.path", "data.custom_cls.path", "data.sampler.class_path",
-    "reward.custom_reward_function.path", "reward.reward_manager.path",
+    "reward.custom_reward_function.path", "reward.reward_manager.path", LIB_KEY, "trainer.cls",
 )  # fmt: skip
-LIB_KEY = "actor_rollout_ref.model.external_lib"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REGISTERED = (  # names of functions that users may register: the setting, the kind, and what they write
     ("algorithm.adv_estimator", "estimator", "register_adv_est"),
@@ -71,12 +72,10 @@ def check_early(config: Config) -> None:
     check_epoch(config)
 
 
-def check_users_files(config: Config) -> None:
-    """Raises FileNotFoundError or ConfigError if no Python is where a setting names a file of the user's."""
-    named = [(key, attrgetter(key)(config)) for key in USERS_FILES]
-    named += [(LIB_KEY, path) for path in as_list(config.actor_rollout_ref.model.external_lib)]
-    for key, path in [*named, ("trainer.cls", split_object(config.trainer.cls)[0])]:
-        if path and (file := source_file(path, key)):
+def check_users_files(config: Any, keys: Sequence[str] = USERS_FILES) -> None:
+    """Raises FileNotFoundError or ConfigError if no Python is where one of the settings `keys` names a user's file."""
+    for key, path in ((name, path) for name in keys for path in as_list(attrgetter(name)(config))):
+        if file := source_file(split_object(path)[0] if key == "trainer.cls" else path, key):
             try:
                 ast.parse(file.read_bytes(), file.name)
             except (SyntaxError, ValueError) as error:
@@ -168,11 +167,11 @@ def no_batch_error(size: int, rows: float, length_key: str = "data.max_prompt_le
 
 
 def check_sources(key: str, files: str | list[str] | None) -> None:
-    """Raises ConfigError if the setting `key` names a file, folder or glob without any data."""
+    """Raises ConfigError if the setting `key` names a file, folder or glob without any data, or of unknown endings."""
     for file in as_list(files):
         try:
             _ = str(file).partition(":")[0] in TABLE["source"] or source_files(file)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, ValueError) as error:
             raise ConfigError(f"{key}={error}") from error
 
 
@@ -251,12 +250,12 @@ def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> No
         raise ConfigError(f"{key}={path} cannot be written to ({error.strerror}): name another folder.") from error
 
 
-def check_engine(name: str) -> None:
+def check_engine(name: str, key: str = f"{ROLLOUT}.name") -> None:
     """Raises ConfigError for an engine that is neither in this copy nor a file or module of the user's."""
     if name not in TABLE["engine"] and not find_path(split_object(name)[0]).is_file() and "." not in name:
         known = ", ".join(present("engine"))
-        raise ConfigError(f"{ROLLOUT}.name={name} is none of {known}, nor a file or module of a Rollout of yours.")
-    check_present("engine", name, f"{ROLLOUT}.name")
+        raise ConfigError(f"{key}={name} is none of {known}, nor a file or module of a Rollout of yours.")
+    check_present("engine", name, key)
 
 
 def check_multi_turn(config: Config) -> None:

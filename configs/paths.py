@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_DIR = ROOT / "configs"
 DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".csv")
+ENDINGS_OF_DATASETS = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv", ".arrow")  # which the package `datasets` reads
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
 SPLITS = {  # by the names that the hub's files and folders give them
     "train": "train(?:ing)?",
@@ -45,11 +46,9 @@ def source_files(source: str | Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: no file is found; names the working directory.
-        ValueError: a folder holds several splits of a data set; names a glob of one.
+        ValueError: a folder holds several splits of a data set (names a glob of one), or a file has an unknown ending.
     """
     path = find_path(source)
-    if path.is_file():
-        return [path]
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.suffix in DATA_ENDINGS]
         files = [file for file in files if not re.search(r"(^|/)[._]", str(file.relative_to(path)))]  # hidden ones
@@ -61,7 +60,11 @@ def source_files(source: str | Path) -> list[Path]:
             raise ValueError(f"{source} holds {' and '.join(splits)}: name the files of one, as '{glob_of_one}'.")
         problem = f"no file in it ends in {', '.join(DATA_ENDINGS)}"
     else:
-        files = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
+        endings = ENDINGS_OF_DATASETS if path.name.endswith(ENDINGS_OF_DATASETS) else DATA_ENDINGS
+        matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+        files = [file for file in matches if file.is_file()]
+        if unknown := next((file for file in files if not file.name.endswith(endings)), None):
+            raise ValueError(f"{unknown}: unknown ending {unknown.suffix!r}, not of {', '.join(endings)}.")
         problem = "there is no such file" if not glob.has_magic(str(path)) else "no file matches it"
     if not files:
         raise FileNotFoundError(f"{source}: {problem} (looked in {Path.cwd()}).")

@@ -26,7 +26,7 @@ from configs.checks import plural
 from configs.errors import notice, notice_once
 from configs.extras import TABLE
 from configs.import_utils import find
-from configs.paths import DATA_ENDINGS, SAVED_TO_DISK, find_path, source_files
+from configs.paths import ENDINGS_OF_DATASETS, SAVED_TO_DISK, find_path, source_files
 from data.padding import PromptIds, media_of
 from data.types import Row
 
@@ -40,7 +40,6 @@ RUN_COLUMNS = frozenset((
     "tool_failures", "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results", "media",
 ))  # fmt: skip
 NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns
-ENDINGS_OF_DATASETS = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv", ".arrow")  # which the package `datasets` reads
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 OF_TOOLS = ("tools", "tool_calls", "function")  # keys of what describes tools, or calls them
 LONGEST_CELL = 1 << 30  # characters; csv's own limit is 128 K
@@ -262,9 +261,7 @@ def from_key(path: object, key: str) -> str:
 
 
 def read_file(path: Path, key: str = "") -> Iterator[Found]:
-    """Reads the rows of one file, in order; raises ValueError for an unknown ending, or for what is not its format."""
-    if path.suffix not in DATA_ENDINGS:
-        raise ValueError(f"{from_key(path, key)}: unknown ending {path.suffix!r}, not of {', '.join(DATA_ENDINGS)}.")
+    """Reads the rows of one file, in order; raises ValueError for what is not its format."""
     try:
         if path.suffix == ".parquet":  # pandas would make floats of integers beside a null
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()

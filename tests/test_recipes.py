@@ -89,7 +89,7 @@ TEACHER = {"opd": ["actor_rollout_ref.ref.model.path=teacher"]}
 @pytest.mark.parametrize("name", ["frozenlake", "gsm8k"])  # both with a KL in the loss of their own
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_brings_the_roles_it_needs_and_no_others_and_nothing_is_told(recipe, name, capsys):
-    files = [] if name == "frozenlake" else ["data.train_files=Makefile", "data.val_files=Makefile"]
+    files = [] if name == "frozenlake" else ["data.train_files=datasets:x", "data.val_files=datasets:x"]
     config = compose(f"recipe={recipe}", *TEACHER.get(recipe, []), *files, name=name)
     assert capsys.readouterr().err == ""
     assert needed_roles(config)[2:] == [*ROLES.get(recipe, ())]

@@ -11,9 +11,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
 
 from configs.loader import command
-from extras.evaluation.settings import EvaluationConfig, EvaluationDataConfig, check_evaluation
+from extras.evaluation.settings import EvaluationConfig, EvaluationDataConfig, check_evaluation, check_reward_early
 
-main = command("evaluation", EvaluationConfig, check_evaluation, __doc__, "extras.evaluation.main_eval.report")
+REPORT = "extras.evaluation.main_eval.report"
+main = command("evaluation", EvaluationConfig, check_evaluation, __doc__, REPORT, check_reward_early)
 if __name__ == "__main__":
     raise SystemExit(main())  # before the imports below, which take seconds
 
@@ -88,8 +89,7 @@ def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> 
     the reward raised, or returned something that is not a score.
     """
     flat = [(row, response) for row in rows for response in row["responses"]]
-    view = view_of_rows(*zip(*flat, strict=True), validate=True)
-    results = score_view(view, reward, config)
+    results = score_view(view_of_rows(*zip(*flat, strict=True), validate=True), reward, config)
     if config.on_failure == "score":
         failed = Scored(config.failure_score, {})
         results = [result if isinstance(result, Scored) else failed for result in results]

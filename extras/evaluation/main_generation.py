@@ -11,11 +11,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
 
 from configs.loader import command
-from extras.evaluation.settings import GenerationConfig, GenerationDataConfig, check_generation
+from extras.evaluation.settings import GenerationConfig, GenerationDataConfig, check_generation, check_model_early
 
-main = command(
-    "generation", GenerationConfig, check_generation, __doc__, "extras.evaluation.main_generation.answer_prompts"
-)
+ANSWER_PROMPTS = "extras.evaluation.main_generation.answer_prompts"
+main = command("generation", GenerationConfig, check_generation, __doc__, ANSWER_PROMPTS, check_model_early)
 if __name__ == "__main__":
     raise SystemExit(main())  # before the imports below, which take seconds
 
@@ -85,8 +84,7 @@ def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: R
             rollout = StandaloneRollout(config.model, config.rollout, tokenizer, config.trainer.n_threads)
         known = f", {len(table)} of them answered already" if len(table) else ""
         print(f"{plural(total, 'prompt')}{known}; sampling {sampling(config.rollout)}.")
-        columns = *Progress.get_default_columns(), TimeElapsedColumn()
-        with closing(rollout.engine), Progress(*columns) as progress:
+        with closing(rollout.engine), Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
             task = progress.add_task("prompts answered", total=total, completed=len(table))
             while len(table) < total:
                 rows = range(len(table), min(len(table) + data.batch_size, total))
@@ -102,8 +100,7 @@ def job_identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, An
     for row, ids in zip(dataset.rows, dataset.prompt_ids, strict=True):
         digest.update(len(ids).to_bytes(8) + ids.tobytes() + json_line(row))
     settings = {key: value for key, value in flatten(safe_settings(config)) if key.startswith(DECISIVE)}
-    columns = ", ".join(dataset.rows[0])
-    return {**settings, "data.path": f"{len(dataset)} rows of {columns}, {digest.hexdigest()[:16]}"}
+    return {**settings, "data.path": f"{len(dataset)} rows of {', '.join(dataset.rows[0])}, {digest.hexdigest()[:16]}"}
 
 
 def answer_rows(

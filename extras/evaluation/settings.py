@@ -9,18 +9,16 @@ from typing import Any
 
 from omegaconf import II
 
-from configs.checks import check_output_folder, check_sources, is_greedy
+from configs.checks import check_engine, check_output_folder, check_sources, check_users_files, is_greedy
 from configs.errors import ConfigError
+from configs.paths import check_model_path
 from configs.schema import ModelConfig, RolloutConfig, ScoringConfig
 from configs.settings import Frozen, group, setting
 
 TRAINING_ONLY = (  # of `rollout`
-    "log_prob_micro_batch_size_per_gpu",
-    "log_prob_max_token_len_per_gpu",
-    "tensor_model_parallel_size",
-    "load_lora",
+    "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "tensor_model_parallel_size", "load_lora",
     "nnodes",
-)
+)  # fmt: skip
 TABLES = (".jsonl", ".parquet")
 
 
@@ -38,9 +36,7 @@ class GenerationDataConfig(Frozen):
     max_prompt_length: int = setting(1536, "Longest prompt, in tokens, template included.", ge=1)
     max_response_length: int = setting(512, "Longest response, in tokens.", ge=1)
     truncation: str = setting(
-        "error",
-        "What happens to longer prompts: raise, or cut the named side.",
-        choices=("error", "left", "right", "middle"),
+        "error", "Longer prompts raise, or are cut at the named side.", choices=("error", "left", "right", "middle")
     )
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
 
@@ -76,6 +72,18 @@ class EvaluationDataConfig(Frozen):
 class EvaluationConfig(Frozen):
     data: EvaluationDataConfig = group(EvaluationDataConfig, "Responses in, figures out.")
     reward: ScoringConfig = group(ScoringConfig, "What scores them, as in training.")
+
+
+def check_model_early(config: GenerationConfig) -> None:
+    """Raises ValueError or FileNotFoundError for what can be refused before torch is imported, which takes seconds."""
+    check_model_path(config.model.path, "model.path")
+    check_engine(config.rollout.name, "rollout.name")
+    check_users_files(config, ["model.external_lib"])
+
+
+def check_reward_early(config: EvaluationConfig) -> None:
+    """Raises FileNotFoundError or ConfigError for a reward function's file that is absent, or no Python."""
+    check_users_files(config, ["reward.custom_reward_function.path"])
 
 
 def check_generation(config: GenerationConfig) -> None:

@@ -8,12 +8,9 @@ from configs.schema import ModelConfig, RolloutConfig
 from configs.settings import Frozen, group, setting
 
 TRAINING_ONLY = (  # of `rollout`
-    "log_prob_micro_batch_size_per_gpu",
-    "log_prob_max_token_len_per_gpu",
-    "tensor_model_parallel_size",
-    "load_lora",
+    "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "tensor_model_parallel_size", "load_lora",
     "nnodes",
-)
+)  # fmt: skip
 BY_REQUEST = ("n", "do_sample", "temperature", "top_k", "top_p")  # of `rollout`
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -297,7 +297,7 @@ def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> tupl
         if NOT_HERE.search(reason):  # a matter of this machine
             if at is None or key in stand_ins:
                 break
-            stand_ins[key] = f"{key}={'hf' if 'installed' in reason else __file__}"
+            stand_ins[key] = f"{key}={'hf' if 'installed' in reason else 'datasets:ones_that_are_not_looked_up'}"
             settings[at] = settings[at]._replace(reason=f"{settings[at].reason} {reason}".strip())
             continue
         if at is None:

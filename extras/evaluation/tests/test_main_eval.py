@@ -1,6 +1,7 @@
 """Evaluation of responses: the estimators by hand and by counting, and the command from file to figures."""
 
 import json
+import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -12,9 +13,6 @@ from training.metric_utils import process_validation_metrics
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "pred": solution_str}
-
-def plain(solution_str, ground_truth):
-    return 0.5 * (solution_str == ground_truth)
 
 def prompted(prompt, response, ground_truth):
     return float(prompt == "Be brief.\\n1+2=")
@@ -32,17 +30,11 @@ ROWS = [
 ]
 
 
-def write(folder: Path, rows: list[dict] = ROWS) -> Path:
-    (folder / "reward.py").write_text(REWARD)
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def run(folder: Path, *overrides: str, rows: list[dict] = ROWS) -> dict:
-    file = write(folder, rows)
-    reward = f"reward.custom_reward_function.path={folder}/reward.py"
-    main([f"data.path={file}", reward, f"data.output_path={folder}/out/figures.json", *overrides])
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = f"data.path={folder}/rows.jsonl", f"data.output_path={folder}/out/figures.json"
+    main([*settings, f"reward.custom_reward_function.path={folder}/reward.py", *overrides])
     return json.loads((folder / "out/figures.json").read_text())
 
 
@@ -129,18 +121,24 @@ def test_a_reward_reads_rows_of_every_form(tmp_path, rows, overrides, source, me
 
 
 @pytest.mark.parametrize(
-    ("rows", "overrides", "message"),
+    ("rows", "override", "message"),
     [
-        (ROWS, ["data.path=null"], "data.path is not set"),
-        (ROWS, ["reward.custom_reward_function.path=null"], "nothing scores the responses: set reward.custom_reward"),
-        (ROWS, ["data.response_key=answers"], "rows.jsonl, row 0: the responses (column data.response_key=answers)"),
-        ([{"prompt": "x", "responses": []}], [], "they must be a string or a list of strings"),
-        (ROWS, ["reward.custom_reward_function.name=broken"], "raised KeyError: 'of the user'"),
-        (ROWS, ["data.passscore=1"], "unknown key 'data.passscore'. Did you mean 'data.pass_score'"),
+        (ROWS, f"{FUNCTION}.path=null", "nothing scores the responses: set reward.custom_reward"),
+        (ROWS, "data.response_key=answers", "rows.jsonl, row 0: the responses (column data.response_key=answers)"),
+        ([{"prompt": "x", "responses": []}], "", "they must be a string or a list of strings"),
+        (ROWS, f"{FUNCTION}.name=broken", "raised KeyError: 'of the user'"),
+        (None, "data.path=null", "data.path is not set"),
+        (None, "data.path=nowhere.jsonl", "data.path=nowhere.jsonl: there is no such file"),
+        (None, "data.path=conftest.py", "conftest.py: unknown ending '.py', not of .parquet, .json, .jsonl, .csv"),
+        (None, "data.passscore=1", "unknown key 'data.passscore'. Did you mean 'data.pass_score'"),
+        (None, f"{FUNCTION}.path=nowhere.py", f"{FUNCTION}.path=nowhere.py: there is no file"),
+        (None, f"{FUNCTION}.path=README.md", f"{FUNCTION}.path=README.md: SyntaxError"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(tmp_path, capsys, rows, overrides, message):
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, capsys, monkeypatch, rows, override, message):
+    if not rows:  # nor is imported what takes seconds
+        monkeypatch.setitem(sys.modules, "extras.evaluation.main_eval", None)
     with pytest.raises(SystemExit) as refused:
-        run(tmp_path, *overrides, rows=rows)
+        run(tmp_path, override, rows=rows or ROWS)
     stderr = capsys.readouterr().err
     assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr

@@ -1,6 +1,7 @@
 """Batch generation: responses as the model gives them, and the same after a kill as without one."""
 
 import json
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -11,23 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from extras.evaluation import main_generation
 from extras.evaluation.main_generation import main
 
-ROWS = [
-    {"prompt": "abc", "data_source": "mine", "ground_truth": "1"},
-    {"prompt": [{"role": "user", "content": "say abc"}], "data_source": "mine", "ground_truth": "2"},
-    {"prompt": "another one", "data_source": "mine", "ground_truth": "3"},
-    {"prompt": "z", "data_source": "mine", "ground_truth": "4"},
-    {"prompt": "yx", "data_source": "mine", "ground_truth": "5"},
-]
-
-
-def write(folder: Path, rows: list[dict] = ROWS) -> Path:
-    file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+PROMPTS = ["abc", [{"role": "user", "content": "say abc"}], "another one", "z", "yx"]
+ROWS = [{"prompt": prompt, "data_source": "mine", "ground_truth": str(n)} for n, prompt in enumerate(PROMPTS, start=1)]
 
 
 def generate(folder: Path, model: Path, *overrides: str, name: str = "out.jsonl", rows=ROWS) -> list[dict]:
-    settings = [f"model.path={model}", f"data.path={write(folder, rows)}", f"data.output_path={folder}/{name}"]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"model.path={model}", f"data.path={folder}/prompts.jsonl", f"data.output_path={folder}/{name}"]
     lengths = ["data.max_prompt_length=32", "data.max_response_length=6"]
     main([*settings, *lengths, *overrides])
     return read(folder / name)
@@ -135,21 +126,30 @@ def test_strings_can_be_chat(tmp_path, tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("is_early", "overrides", "message"),
     [
-        (["data.output_path=null"], "data.output_path is not set"),
-        (["data.output_path={folder}/out.csv"], "its ending must be one of .jsonl, .parquet"),
-        (["data.output_path={folder}/prompts.jsonl"], "exists already: name another file, or remove it"),
-        (["data.n_samples=2", "rollout.do_sample=false"], "asks for 2 greedy responses to a prompt"),
-        (["rollout.nnodes=1"], "rollout.nnodes is set, which only training reads"),
-        (["data.max_prompt_length=4"], "the prompt has 10 tokens, more than data.max_prompt_length=4"),
-        (["data.max_prompt_length=2040", "data.max_response_length=9"], "was made for 2048 positions"),
-        (["data.response_key=data_source"], "have a column 'data_source' already"),
-        (["rollout.name=nothing"], "nothing"),
+        (True, ["data.output_path=null"], "data.output_path is not set"),
+        (True, ["data.output_path={folder}/out.csv"], "its ending must be one of .jsonl, .parquet"),
+        (True, ["data.output_path={folder}/prompts.jsonl"], "exists already: name another file, or remove it"),
+        (True, ["data.n_samples=2", "rollout.do_sample=false"], "asks for 2 greedy responses to a prompt"),
+        (True, ["rollout.nnodes=1"], "rollout.nnodes is set, which only training reads"),
+        (True, ["rollout.name=nothing"], "rollout.name=nothing is none of hf,"),
+        (True, ["data.path={folder}/nowhere.jsonl"], "data.path={folder}/nowhere.jsonl: there is no such file"),
+        (True, ["data.path={folder}/out.txt"], "data.path={folder}/out.txt: unknown ending '.txt', not of .parquet, "),
+        (True, ["model.path={folder}/nowhere"], "model.path={folder}/nowhere: there is no such folder"),
+        (True, ["model.external_lib={folder}/nowhere.py"], "model.external_lib={folder}/nowhere.py: there is no file"),
+        (False, ["data.max_prompt_length=4"], "the prompt has 10 tokens, more than data.max_prompt_length=4"),
+        (False, ["data.max_prompt_length=2040", "data.max_response_length=9"], "was made for 2048 positions"),
+        (False, ["data.response_key=data_source"], "have a column 'data_source' already"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(tmp_path, tiny_model, capsys, overrides, message):
+def test_what_cannot_work_is_refused_in_one_line(
+    tmp_path, tiny_model, capsys, monkeypatch, is_early, overrides, message
+):
+    if is_early:  # nor is imported what takes seconds
+        monkeypatch.setitem(sys.modules, "extras.evaluation.main_generation", None)
+    (tmp_path / "out.txt").touch()
     with pytest.raises(SystemExit) as refused:
         generate(tmp_path, tiny_model, *(override.format(folder=tmp_path) for override in overrides))
-    stderr = capsys.readouterr().err
-    assert refused.value.code == 2 and stderr.splitlines()[-1].startswith("error: ") and message in stderr
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert refused.value.code == 2 and last.startswith("error: ") and message.format(folder=tmp_path) in last

@@ -55,8 +55,8 @@ def test_the_id_stands_for_rows_and_a_rubric_or_for_a_program(toy):
     assert (config.data.train_files, config.data.val_files) == ([f"{toy}&split=train"], [f"{toy}&split=eval"])
     function = config.reward.custom_reward_function
     assert (function.path, function.name) == (FILE, "rubric")
-    config = compose(f"env.id='{toy}&turns=2'", "data.val_files=[Makefile]", name="ppo_trainer")
-    assert config.actor_rollout_ref.rollout.agent.program == f"{FILE}:play" and config.data.val_files == ["Makefile"]
+    config = compose(f"env.id='{toy}&turns=2'", "data.val_files=[datasets:x]", name="ppo_trainer")
+    assert config.actor_rollout_ref.rollout.agent.program == f"{FILE}:play" and config.data.val_files == ["datasets:x"]
     with pytest.raises(ConfigError, match=r"env\.id=verifiers:toy-env\?turns=1: .*count"):
         compose("env.id='verifiers:toy-env?turns=1'", name="ppo_trainer")
     with pytest.raises(ConfigError, match=r"arguments are part of the name, env\.id=verifiers:toy-env\?KEY=VALUE"):

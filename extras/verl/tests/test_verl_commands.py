@@ -20,7 +20,7 @@ from tests.runs import compose
 A, R, F, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 
 COMMON = f"""
-data.train_files=Makefile data.val_files=Makefile data.train_batch_size=1024 data.max_prompt_length=512
+data.train_files=datasets:x data.val_files=datasets:x data.train_batch_size=1024 data.max_prompt_length=512
 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error
 actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct actor_rollout_ref.model.use_remove_padding=True
 actor_rollout_ref.model.enable_gradient_checkpointing=True {A}.optim.lr=1e-6 {A}.ppo_mini_batch_size=256

@@ -124,6 +124,6 @@ def test_functions_without_a_file_or_beside_another_reward_are_refused(overrides
 
 
 def test_an_entry_has_defaults_as_settings_have():
-    config = compose("env.id=null", "data.train_files=Makefile", "reward.functions=[{path: a.py, weight: 0.5}]")
+    config = compose("env.id=null", "data.train_files=datasets:x", "reward.functions=[{path: a.py, weight: 0.5}]")
     [entry] = config.reward.functions
     assert (entry.path, entry.name, entry.weight, entry.reward_kwargs) == ("a.py", "compute_score", 0.5, {})
