@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from configs.errors import ConfigError
 from tests.runs import compose, short_run
-from workers.model_worker import GIB, memory_report, model_bytes
+from workers.model_worker import memory_report, model_bytes
 from workers.parallel import Replicas
 
-LAYOUTS = dict.fromkeys(("policy", "ref", "rm"), Replicas())
+LAYOUTS, GIB = dict.fromkeys(("policy", "ref", "rm"), Replicas()), 1 << 30
 
 
 def test_models_in_training_take_weights_gradients_and_moments(tiny_model: Path, tmp_path: Path):

@@ -139,8 +139,7 @@ def test_an_engine_that_loses_requests_or_calls_itself_is_named(tokenizer: PreTr
         return []
 
     refused(tokenizer, r"Broken ran dry without completions of the requests \[0, 1\]", step=lose)
-    again = lambda self, requests: Rollout.generate(self, requests)  # noqa: E731
-    refused(tokenizer, "Broken defines generate", generate=again)
+    refused(tokenizer, "Broken defines generate", generate=lambda self, requests: Rollout.generate(self, requests))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +177,26 @@ def test_what_a_stepping_engine_gets_wrong_is_named_where_episodes_are_played(to
 
     with pytest.raises(EngineError, match=r"the engine .*Broken .* returned the token id 1000000000 for request 0"):
         asyncio.run(ask())
+
+
+def test_a_step_waits_for_the_next_turn_of_an_episode(tokenizer: PreTrainedTokenizerBase, monkeypatch):
+    """The engine answers the request that came last: each turn of the second episode joins before the next step."""
+    monkeypatch.setattr("workers.engine_pump.WAIT_SHARE", 1e9)  # however fast a step is
+    answered: list[str] = []
+
+    async def play(pump: AsyncEngine, name: str, turns: int) -> None:
+        for turn in range(turns):
+            await pump.complete([9], GREEDY, turn, name, False)
+            answered.append(name)
+            await asyncio.sleep(0.01)  # the environment's step
+        pump.forget(name)
+
+    async def run() -> None:
+        pump = AsyncEngine(made(Stepping, tokenizer), nullcontext, ThreadPoolExecutor(1))
+        await asyncio.gather(play(pump, "first", 1), play(pump, "second", 3))
+
+    asyncio.run(run())
+    assert answered == ["second"] * 3 + ["first"]
 
 
 def told(request: Request, ids: list, log_probs: list | None = None) -> Completion:

@@ -25,7 +25,7 @@ from workers.engine import TrainEngine
 from workers.model_worker import ColocatedRollout
 from workers.models import load_causal_lm
 from workers.vllm_rollout_spmd import config_folder, vLLMRollout
-from workers.vllm_setup import cpu_cache_bytes, engine_settings
+from workers.vllm_setup import CPU_HEAD_SIZES, cpu_cache_bytes, engine_settings
 from workers.weight_sync import sync_class
 
 LENGTHS = {"prompt_length": 40, "response_length": 12}
@@ -71,6 +71,8 @@ def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model: 
     model = load_causal_lm(ModelConfig(path=str(tiny_model)))
     with pytest.raises(ValueError, match=r"heads of 32, 64, .* numbers, and this model's have 8\."):
         engine_of(model)
+    backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert [*CPU_HEAD_SIZES] == backend.get_supported_head_sizes()
 
 
 @pytest.mark.parametrize(("device", "free_cache"), [("cuda", True), ("cuda", False), ("cpu", True)])
@@ -188,11 +190,8 @@ def test_a_step_ahead_draws_the_same_and_new_weights_are_new_at_once(model, monk
             rollout.add(request)
         rollout.step(), rollout.step(), rollout.abort(range(8))
         results.append(drawn(rollout, 1.0, 3))
-        (
-            rollout.engine.sleep(level=2),
-            rollout.engine.wake_up(tags=["weights"]),
-            rollout.engine.wake_up(tags=["kv_cache"]),
-        )
+        rollout.engine.sleep(level=2)
+        rollout.engine.wake_up(tags=["weights"]), rollout.engine.wake_up(tags=["kv_cache"])
         return [*results, drawn(rollout, 1.5, 4)]
 
     in_flight, apart = [], engine_of(model)
@@ -263,11 +262,8 @@ def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_hea
             load_adapter(delivered.items(), version)
 
     monkeypatch.setattr(engine, "load_adapter", withhold)
-    for version, said in (
-        (3, r"numbers that it holds are not these\. .*1\.mlp\.down_proj"),
-        (4, None),
-        (5, "held before"),
-    ):
+    refusals = {3: r"numbers that it holds are not these\. .*1\.mlp\.down_proj", 4: None, 5: "held before"}
+    for version, said in refusals.items():
         with torch.no_grad():
             for weight in weights:
                 weight.add_(1e-6)

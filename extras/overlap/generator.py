@@ -71,6 +71,12 @@ class ReloadingEngine(AsyncEngine):
         planned = self.plan[-1]
         return self.pumping is None and not planned["joining"] and not planned["ended"]
 
+    async def answer_once(self, request: Request, episode: str) -> Completion:
+        """Answers a request as `complete` does, after which no step waits for a further turn of its episode."""
+        done = await self.complete(request.prompt_ids, request.sampling, request.seed, episode, False)
+        self._is_back(episode)
+        return replace(done, id=request.id)
+
     def _has_work(self) -> bool:
         return super()._has_work() or bool(self.reloads)
 
@@ -242,15 +248,11 @@ class Generator:
             Request(number, PromptIds(ids, media_of(ids)), sampling, derive_seed(seed, "row", number))
             for number, ids in zip(numbers, prompts.raw_prompt_ids, strict=True)
         ]
-        done = await asyncio.gather(
-            *(pump.complete(each.prompt_ids, sampling, each.seed, f"{seed}-{each.id}", False) for each in requests)
-        )
-        done = [replace(answer, id=request.id) for request, answer in zip(requests, done, strict=True)]
+        done = await asyncio.gather(*(pump.answer_once(each, f"{seed}-{each.id}") for each in requests))
         engine = self.rollout.engine
         check_completions(engine, requests, done)
-        samples = [sample_of(request, answer) for request, answer in zip(requests, done, strict=True)]
         lengths = engine.config.prompt_length, engine.config.response_length
-        rollouts = collate(samples, *lengths, engine.pad_token_id)
+        rollouts = collate([*map(sample_of, requests, done)], *lengths, engine.pad_token_id)
         return rollouts.union(prompts.select([name for name in prompts.tensors if name not in rollouts]))
 
     def take(self, calls: Sequence[int], step: int) -> dict[int, DataProto]:

@@ -44,6 +44,10 @@ def of_one_prompt(name, scores, **settings):
     return ESTIMATORS[name](rewards, torch.ones(len(scores), 1), ["a"] * len(scores), **settings)[0][:, 0]
 
 
+def test_passk_pays_the_best_its_lead_over_the_second():
+    close(of_one_prompt("grpo_passk", [3.0, -1.0, 1.0], norm_adv_by_std_in_grpo=False), [2, 0, 0])
+
+
 def test_sppo_counts_ties_as_half_a_win():
     # of three, the two best win (½ + ½ + 1) / 3, and the last (0 + 0 + ½) / 3
     close(of_one_prompt("sppo", [2.0, 2.0, -1.0]), [1 / 6, 1 / 6, -1 / 3])

@@ -2,38 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from data.seeding import derive_seed
 from data.types import Request
 from extras.kernels.generation import PromptCache, SharedPrompts
 from tests import test_rollout as core
 from tests.engines import drain, plans, play
-from tests.test_rollout import (
-    FAMILIES,
-    GREEDY,
-    PROMPTS,
-    P,
-    R,
-    assert_same,
-    make_rollout,
-    mixed_requests,
-    random_model,
-    sampling,
-)
+from tests.test_rollout import FAMILIES, GREEDY, PROMPTS, P, R, assert_same, make_rollout, mixed_requests, sampling
 from workers.hf_rollout import HFRollout
 
 FORWARDS = ("packed", "padded")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 @pytest.fixture
@@ -75,7 +58,7 @@ def test_passes_and_traces_are_the_cores(tokenizer, forward: str, monkeypatch: p
 def test_next_turns_are_answered_as_if_nothing_were_kept(tokenizer, prefilled: list[int], family: str, budget: int):
     """Answers are those of an engine that keeps nothing, however passes are cut; episodes leave no trace in it."""
     samplings = [replace(GREEDY, max_tokens=1), replace(GREEDY, max_tokens=4), sampling(3), sampling(4, 0.7)]
-    rollout = make_rollout(random_model(family, "packed"), tokenizer, (40,), max_num_batched_tokens=budget)
+    rollout = make_rollout(core.random_model(family, "packed"), tokenizer, (40,), max_num_batched_tokens=budget)
     episodes = plans(1, samplings, 300)
     prefilled.clear()  # of the engine's trial
     wanted = play(rollout, episodes, keeps=False)
@@ -95,7 +78,7 @@ def keep(rollout: HFRollout, episode: int, prompt: list[int], max_tokens: int = 
 def test_only_what_is_new_of_a_turn_is_prefilled(tokenizer: PreTrainedTokenizerBase, prefilled: list[int]):
     """Prefills a group's first prompt once; then, in each turn, the token that was drawn last and what the episode was
     told; a past that has changed, from the change on; and all tokens once nothing is kept any more."""
-    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer)
+    rollout = make_rollout(core.random_model("Llama, untied", "packed"), tokenizer)
     told, counts = {7: [11, 12], 8: [13], 9: [*range(14, 20)]}, []
 
     def answer(prompts: dict[int, list[int]]) -> dict[int, list[int]]:
@@ -125,7 +108,7 @@ def test_only_what_is_new_of_a_turn_is_prefilled(tokenizer: PreTrainedTokenizerB
 )
 def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer, prefilled: list[int], drop: Callable):
     """Turns that come one by one do not set the model up each time: it stays as it decodes while any is kept."""
-    model = random_model("Llama, untied", "packed").train()
+    model = core.random_model("Llama, untied", "packed").train()
     rollout = make_rollout(model, tokenizer)
     keep(rollout, 1, PROMPTS[0])
     keep(rollout, 2, PROMPTS[1])
@@ -141,7 +124,7 @@ def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer, prefilled
 
 def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTrainedTokenizerBase):
     """Keeps at most three sequences of 21 tokens, the newest; what runs is not counted, what is aborted not kept."""
-    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=3)
+    rollout = make_rollout(core.random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=3)
     texts = {episode: keep(rollout, episode, [7] * 18) for episode in (1, 2, 3)}
     assert rollout.batch.turns.tokens == 60 and [*rollout.batch.turns.turns] == [1, 2, 3]
     texts[1] = keep(rollout, 1, texts[1])
@@ -166,7 +149,7 @@ def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTra
 
 def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedTokenizerBase):
     """A cache is no larger than the running rows need, however many have come and gone since the engine was idle."""
-    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)
+    rollout = make_rollout(core.random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)
     columns, row = [], 0
     for _ in range(60):
         while len(rollout.waiting) < 4:
@@ -183,7 +166,7 @@ def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedT
 def test_keys_and_values_are_kept_in_bfloat16_where_that_multiplies_them(tokenizer, family, monkeypatch):
     """Keys and values take half the bytes under autocast, as the memory that is announced counts them; tokens and
     log-probs of each turn are to the bit those of a cache in float32."""
-    runs, model = [], random_model(family, "packed")
+    runs, model = [], core.random_model(family, "packed")
     for kept in (PromptCache.update, DynamicCache.update):
         monkeypatch.setattr(PromptCache, "update", kept)
         with torch.autocast("cpu", torch.bfloat16):

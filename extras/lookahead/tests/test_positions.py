@@ -182,6 +182,8 @@ def test_equal_positions_are_known_by_what_they_hold_not_by_how_it_came_there():
     first = positions.identity()
     env.unwrapped.rule = rules[1]
     assert positions.identity() != first
+    other = Positions(env)  # in which the other rule has the same number
+    assert other.identity() == first and not other.hold_the_same_as(positions)
     env.unwrapped.rule, env.unwrapped.circle = rules[0], [[]]
     env.unwrapped.circle[0].append(env.unwrapped.circle)
     assert positions.identity() == positions.identity() != first

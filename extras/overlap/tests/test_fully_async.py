@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from configs.errors import ConfigError, WorkerError
 from configs.schema import ModelConfig, RolloutConfig
 from data.files import read_metrics
-from data.types import Completion, SamplingParams
+from data.types import Completion, Request, SamplingParams
 from extras.overlap.fully_async import AsyncRollout, FirstCome, Strict
 from extras.overlap.generator import Generator, ReloadingEngine
 from extras.overlap.record import GROUPS, Record, last_step
@@ -66,10 +66,12 @@ def answers(pump: ReloadingEngine, at: int, load: Callable[[], None]) -> list[Co
                 await asyncio.sleep(0)
             await pump.reload(1, load, Future())
 
-        asked = [pump.complete(ids, sampling, seed, f"row {seed}", False) for seed, ids in enumerate(PROMPTS)]
-        return (await asyncio.gather(*asked, reload()))[:-1]
+        requests = [Request(row, ids, sampling, row) for row, ids in enumerate(PROMPTS)]
+        return (await asyncio.gather(*(pump.answer_once(each, f"row {each.id}") for each in requests), reload()))[:-1]
 
-    return asyncio.run(run())
+    drawn = asyncio.run(run())
+    assert not pump.between_turns, "no step has waited for a turn that never comes"
+    return drawn
 
 
 @pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])
@@ -100,7 +102,7 @@ def test_every_token_is_of_the_weights_that_it_is_marked_with(wide_headed_model:
     engine.module.load_state_dict(first.state_dict())
     engine.load_weights(first.state_dict().items(), 0)
     again = answers(ReloadingEngine(engine, nullcontext, ThreadPoolExecutor(1), **files), 0, load)
-    assert [vars(one) | {"id": 0} for one in again] == [vars(one) | {"id": 0} for one in drawn]
+    assert again == drawn
     assert (tmp_path / "again").read_text() == (tmp_path / "record").read_text()
 
 
@@ -166,7 +168,7 @@ def test_weights_that_come_in_the_moment_in_which_the_engine_falls_idle_are_take
     assert late.result() == "second"
 
 
-def test_a_replay_whose_weights_need_answers_that_wait_for_them_ends(make_pump):
+def test_a_replay_whose_weights_need_answers_that_wait_for_them_ends(make_pump, monkeypatch):
     generator, plan = Generator(Mock()), [{"step": 0, "joining": [], "ended": [], "weights": [2]}]
     generator.pump = pump = make_pump(plan=plan)
     parts = [5, 6], SamplingParams(True, 1.0, -1, 1.0, TOKENS), 0, "77-0", False
@@ -178,6 +180,9 @@ def test_a_replay_whose_weights_need_answers_that_wait_for_them_ends(make_pump):
     assert generator.take([5], 2) == {}  # its episode asks for nothing: a slow environment may have the last word
     with pytest.raises(EngineError, match="weights 2 come after answers that wait for them"):
         generator.take([4, 5], 2)
+    monkeypatch.setattr("extras.overlap.generator.time", clock := Mock())
+    assert generator.expects(2) and not clock.sleep.called, "who may come does not wait"
+    assert not generator.expects(3) and clock.sleep.called, "who may not come waits before it asks again"
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=6))

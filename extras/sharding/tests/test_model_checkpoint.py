@@ -64,6 +64,7 @@ def saved_engine(model: Path, folder: Path, sizes: tuple[int, int], background: 
     train(engine, 0)
     state = state_of(engine)
     engine.save(folder, EVERYTHING, background)
+    assert bool(engine.checkpoint.pending) == background
     train(engine, 1, 2)
     while not engine.checkpoint.is_saved():
         pass

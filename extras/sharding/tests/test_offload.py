@@ -50,11 +50,8 @@ def test_steps_in_main_memory_are_adamws(tiny_model: Path, tmp_path: Path, monke
     monkeypatch.setattr(offload, "CHUNK", chunk)
     plain, away = make_engine(tiny_model), make_engine(tiny_model, moments=True, module=True)
     train(plain, 3), train(away, 3)
-    for engine, other in ((plain, away), (away, plain)):
-        for mine, others in zip(
-            [*engine.module.parameters(), *moments(engine)], [*other.module.parameters(), *moments(other)], strict=True
-        ):
-            assert torch.equal(mine, others)
+    tensors = [[*engine.module.parameters(), *moments(engine)] for engine in (plain, away)]
+    assert len(tensors[0]) == len(tensors[1]) and all(map(torch.equal, *tensors))
     assert plain.optimizer.state_dict()["param_groups"] == away.optimizer.state_dict()["param_groups"]
     for engine, name in ((plain, "plain"), (away, "away")):
         engine.save(tmp_path / name, ["model", "optimizer", "extra"])
@@ -120,6 +117,12 @@ def test_shards_are_stepped_as_the_whole():
         assert torch.equal(found, wanted[:, (size - 1) * -(-5 // size) :])
 
 
+def test_bytes_of_five_weights_are_of_what_stays_on_the_device():
+    optims = None, OptimConfig(), OptimConfig(moments_dtype="bfloat16")
+    for kept, held in {(0, 0): [20, 80, 60], (1, 0): [20, 20, 20], (0, 1): [0, 60, 40], (1, 1): [0, 0, 0]}.items():
+        assert [Offloaded(Offload(*kept)).bytes_held(5, optim) for optim in optims] == held
+
+
 def test_weights_are_at_home_but_at_work(tiny_model: Path):
     engine = make_engine(tiny_model, module=True)
     weights = [*engine.module.parameters()]
@@ -147,6 +150,13 @@ def test_a_run_with_all_of_it_offloaded_has_the_same_numbers(tiny_model, tmp_pat
     main.run(compose(*short_run(tiny_model, tmp_path / "away", *terms, *offloads, "trainer.total_training_steps=2")))
     main.run(compose(*short_run(tiny_model, tmp_path / "away", *terms, *offloads, "trainer.total_training_steps=3")))
     assert learning_metrics(tmp_path / "away") == learning_metrics(tmp_path / "here")
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_where_there_is_a_gpu_what_is_asked_for_is_offloaded_and_nothing_else(monkeypatch, gpu):
+    monkeypatch.setattr(sharding, "on_gpu", lambda device: gpu)
+    config = compose("actor_rollout_ref.actor.fsdp_config.optimizer_offload=true")
+    assert sharding.Sharded(config, CPU, torch.float32, "policy").offload == Offload(moments=gpu, module=False)
 
 
 @pytest.mark.parametrize("agrees", [True, False])

@@ -176,10 +176,7 @@ def test_shards_and_parts_of_layers_have_the_gradient_of_one_process(ranks, unev
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reduced", "limit"),
-    [
-        ({"enable_gradient_checkpointing": True}, torch.float32, 1.4),
-        ({"kernels": "off"}, torch.bfloat16, 1.5),
-    ],
+    [({"enable_gradient_checkpointing": True}, torch.float32, 1.4), ({"kernels": "off"}, torch.bfloat16, 1.5)],
 )
 def test_weights_gathered_in_bfloat16_change_a_gradient_as_rounding_in_products_does(
     ranks: Ranks, model: Path, settings: dict[str, Any], reduced: torch.dtype, limit: float

@@ -82,19 +82,13 @@ def test_a_yaml_describes_a_function_in_other_words(write, tmp_path):
         (f"tools: [{NAMED} parameters: [{{type: string}}]}}]", r"parameters has {'type': 'string'}: .* with a name"),
         ("tools: [{class_name: C}]", r"tools\[0\].class_name is 'C'; it must name an object"),
         ("tools: [{class_name: no.such.Class}]", r"tools\[0\].class_name is 'no.such.Class': "),
-        (
-            "tools: [{class_name: data.tools.Nothing}]",
-            r"tools\[0\].class_name .* has no 'Nothing'; it has .*BaseTool",
-        ),
+        ("tools: [{class_name: data.tools.Nothing}]", r"tools\[0\].class_name .* has no 'Nothing'; it has .*BaseTool"),
         (
             "tools: [{class_name: data.tools.ToolResponse}]",
             "it must be a subclass of extras.tools.tool_classes.BaseTool",
         ),
         ("tools: [{class_name: data.tools.BaseTool}]", "has no schema: give tool_schema in the yaml"),
-        (
-            "tools: [{class_name: data.tools.BaseTool, config: {type: soap}}]",
-            "config.type is 'soap'; it must be nativ",
-        ),
+        ("tools: [{class_name: data.tools.BaseTool, config: {type: soap}}]", "config.type is 'soap'; it must be nativ"),
         ("tools: [{config: {type: mcp}}]", r"tools\[0\].mcp is {}; it must have mcp_servers_config_path"),
         ("tools: [{class_name: data.tools.BaseTool, tool_schema: {type: function}}]", "not in OpenAI's format"),
         (f"tools: [{NAMED} parameters: {{type: list}}}}]", "must have type: object"),
