@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from configs.errors import ConfigError
 from configs.schema import Config
 from data.files import read_metrics
 from data.protocol import DataProto, join_rows
@@ -121,7 +122,8 @@ class Ahead(RayPPOTrainer):
             self.stop_reason = f"trainer.replay: that run was resumed after step {step}. Give this command again."
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"positions": self.positions, "epochs": self.epochs, "learnt": self.learnt}
+        ahead = {"positions": self.positions, "epochs": self.epochs, "learnt": self.learnt}
+        return super().state() | ahead | {"batch_order": self.config.trainer.batch_order}
 
     def resume(self) -> None:
         """Begins the record behind the checkpoint that the run goes on from, and reads that of trainer.replay."""
@@ -136,6 +138,11 @@ class Ahead(RayPPOTrainer):
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
+        order = self.config.trainer.batch_order
+        if (saved := state.get("batch_order", order)) != order and state["positions"]:
+            raise ConfigError(
+                f"trainer.batch_order={order}: rows under way at the checkpoint are {saved}. Set that again."
+            )
         self.positions, self.epochs = state.get("positions", {}), state.get("epochs", {})
         self.learnt = state.get("learnt", self.global_step)
 

@@ -70,9 +70,10 @@ class Settings(Frozen):
                 "bypass_mode=true, which takes a pass less."
             )
         filters = config.algorithm.get("filter_groups")
-        if fully and self.max_staleness and filters and filters.enable:
+        takes_first = self.batch_order == "first_come"
+        if fully and (self.max_staleness or takes_first) and filters and filters.enable:
             raise ConfigError(f"{mode} draws batches ahead: leave out algorithm.filter_groups, or one_step_off has it.")
-        if fully and self.batch_order == "first_come" and config.algorithm.adv_estimator == "remax":
+        if fully and takes_first and config.algorithm.adv_estimator == "remax":
             raise ConfigError(
                 f"{key}.batch_order=first_come draws no greedy answers: algorithm.adv_estimator=remax needs them."
             )
@@ -82,5 +83,5 @@ class Settings(Frozen):
             trainer, gpus = config.trainer, rollout.n_gpus_per_node
             gpus = trainer.n_gpus_per_node if gpus is None else gpus
             workers = range(rollout.nnodes * (gpus or rollout.n_workers_per_node))
-            names = [*map(ENGINE_STEPS.format, workers), *[GROUPS] * (self.batch_order == "first_come")]
+            names = [*map(ENGINE_STEPS.format, workers), *[GROUPS] * takes_first]
             check_replay(Path(self.replay), Path(trainer.default_local_dir), names)

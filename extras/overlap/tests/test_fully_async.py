@@ -39,6 +39,8 @@ from workers.rollout import Rollout, build_rollout, load_rollout_class
 TOKENS = 24
 SOON = 0.05  # seconds
 AHEAD = (*APART, "trainer.async_mode=fully_async", "algorithm.rollout_correction.rollout_is=token")
+FOUR_STEPS = ("data.max_response_length=20", "trainer.total_training_steps=4", "trainer.max_staleness=2")
+FIRST = "trainer.batch_order=first_come"
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 6, 7]]
 
 
@@ -226,7 +228,7 @@ LINE = '{"resumed_at": 0, "step": 0, "joining": [], "ended": [], "weights": [1]}
         ({"engine_steps_0.jsonl.incomplete": LINE}, [], "engine_steps_0.jsonl is absent, empty or torn"),
         ({f"engine_steps_{rank}.jsonl": LINE for rank in (0, 1)}, [], "has engine_steps_1.jsonl"),
         ({"engine_steps_0.jsonl": LINE}, ["actor_rollout_ref.rollout.n_workers_per_node=2"], "engine_steps_1.jsonl is"),
-        ({"engine_steps_0.jsonl": LINE}, ["trainer.batch_order=first_come"], "groups.jsonl is absent"),
+        ({"engine_steps_0.jsonl": LINE}, [FIRST], "groups.jsonl is absent"),
         ({"engine_steps_0.jsonl": LINE, GROUPS: '{"step": 1}\n'}, [], "has groups.jsonl"),
         ({"engine_steps_0.jsonl": LINE}, ["trainer.default_local_dir={folder}/../run"], "is this run's folder"),
         ({"engine_steps_0.jsonl": LINE, GROUPS: ""}, [], None),
@@ -297,8 +299,7 @@ def test_each_step_learns_the_prompts_of_the_synchronous_run_from_tokens_within_
 
 
 def test_groups_that_are_finished_first_are_learnt_once_and_again_in_that_order(cluster, tiny_model, tmp_path, learnt):
-    more = ["data.max_response_length=20", "trainer.total_training_steps=4", "trainer.max_staleness=2"]
-    settings = [*AHEAD, *more, "trainer.batch_order=first_come", "trainer.save_freq=2"]
+    settings = [*AHEAD, *FOUR_STEPS, FIRST, "trainer.save_freq=2"]
     metrics = trained(tmp_path / "first", tiny_model, *settings)
     groups = [entry["groups"] for entry in read_metrics(tmp_path / "first" / GROUPS)]
     assert [*map(len, groups)] == [4] * 4
@@ -313,19 +314,20 @@ def test_groups_that_are_finished_first_are_learnt_once_and_again_in_that_order(
 def test_a_step_learnt_before_its_turn_is_not_drawn_again(cluster, tiny_model, tmp_path, monkeypatch, learnt):
     """Late groups are finished first: after step 2, all of 3-… are learnt, some of 2-… and 4-…, and none of 1-…"""
     monkeypatch.setattr(FirstCome, "first_done", lambda self, wait: [*self.groups][-5:][:4])
-    settings = [*AHEAD, "trainer.max_staleness=2", "trainer.batch_order=first_come", "trainer.save_freq=2"]
+    settings = [*AHEAD, "trainer.max_staleness=2", FIRST, "trainer.save_freq=2"]
     trained(tmp_path / "whole", tiny_model, *settings)
     expected = {step: learnt.pop(step) for step in range(3, 9)}
-    start = f"trainer.resume_from_path={tmp_path}/whole/global_step_2"
-    trained(tmp_path / "resumed", tiny_model, *settings, "trainer.resume_mode=resume_path", start)
+    settings += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/whole/global_step_2"]
+    trained(tmp_path / "resumed", tiny_model, *settings)
     assert learnt.items() >= expected.items()
+    with pytest.raises(ConfigError, match="batch_order=strict: rows under way at the checkpoint are first_come"):
+        trained(tmp_path / "strict", tiny_model, *settings, "trainer.batch_order=strict")
 
 
 @pytest.mark.parametrize("order", ["strict", "first_come"])
 def test_a_run_of_two_lives_is_played_again_in_two(cluster, tiny_model, tmp_path, order):
     """The first life learns a third step as well, which the second does again."""
-    settings = [*AHEAD, "trainer.total_training_steps=4", "trainer.max_staleness=2", f"trainer.batch_order={order}"]
-    settings += ["data.max_response_length=20", "trainer.save_freq=1"]
+    settings = [*AHEAD, *FOUR_STEPS, f"trainer.batch_order={order}", "trainer.save_freq=1"]
     whole, again = tmp_path / "whole", tmp_path / "again"
     trained(whole, tiny_model, *settings, "trainer.save_freq=2", "trainer.total_training_steps=3")
     (whole / LATEST).write_text("2")
@@ -336,10 +338,9 @@ def test_a_run_of_two_lives_is_played_again_in_two(cluster, tiny_model, tmp_path
     assert_same_weights(whole, again, step=4)
     lines = [{*(folder / "engine_steps_0.jsonl").read_text().splitlines()} for folder in (again, whole)]
     assert not [line for line in lines[1] - lines[0] if '"resumed_at": 2' in line]
-    past = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_4"]
-    past.append("trainer.total_training_steps=5")
+    past = [f"trainer.resume_from_path={whole}/global_step_4", "trainer.total_training_steps=5"]
     with pytest.raises(ConfigError, match="that run did not go on after step 4"):
-        trained(tmp_path / "no", tiny_model, *settings, replay, *past)
+        trained(tmp_path / "no", tiny_model, *settings, replay, *past, "trainer.resume_mode=resume_path")
 
 
 @pytest.mark.parametrize(
@@ -347,6 +348,7 @@ def test_a_run_of_two_lives_is_played_again_in_two(cluster, tiny_model, tmp_path
     [
         (["trainer.replay=outputs/x"], "async_mode=fully_async"),
         ([*AHEAD, "algorithm.filter_groups.enable=true"], "algorithm.filter_groups"),
+        ([*AHEAD, FIRST, "trainer.max_staleness=0", "algorithm.filter_groups.enable=true"], "algorithm.filter_groups"),
         ([*AHEAD, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size=1"),
         ([*APART, "trainer.async_mode=fully_async"], "rollout_is=token"),
     ],
