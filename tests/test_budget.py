@@ -41,7 +41,7 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 CEILINGS = {
     "core lines": 17_550,
     "core files": 82,
-    "product lines": 45_998,
+    "product lines": 46_000,
     "scripts and benchmarks": 4_760,
     "names in training/": 19,
     "names in workers/": 26,

@@ -699,6 +699,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
         (["server.host=192.0.2.1", "server.api_key=x"], "cannot be listened at"),
         (["server.takes_weights=true"], "server.takes_weights=true with rollout.name=hf, server.host=127.0.0.1"),
         (["model.path=/nowhere/at/all"], "model.path="),
+        (["rollout.name=nothing"], "rollout.name=nothing is none of hf, "),
         (["rollout.nnodes=1"], "rollout.nnodes is set"),
         (["rollout.temperature=0.5"], "rollout.temperature is set"),
         (["server.apikey=x"], "Did you mean 'server.api_key'?"),
@@ -709,8 +710,7 @@ def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, monkeypatch
     monkeypatch.setattr("extras.server.__main__.find_spec", lambda name: None)  # no vLLM
     with pytest.raises(SystemExit) as refused:
         main([f"model.path={tiny_model}", "server.port=0", *overrides])
-    stderr = capsys.readouterr().err
-    assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr
+    assert refused.value.code == 2 and message in (stderr := capsys.readouterr().err) and stderr.startswith("error: ")
 
 
 def vllm_options(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
