@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -50,6 +51,8 @@ def pytest_configure() -> None:
     process of `make test`. What is slow on a busy machine is not for that reason wrong."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     set_environment()  # before torch is loaded
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script has it for what it starts with &; tests send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if find_spec("hypothesis"):  # `make gpu` does without
         from hypothesis import settings
 
