@@ -51,8 +51,10 @@ def pytest_configure() -> None:
     process of `make test`. What is slow on a busy machine is not for that reason wrong."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     set_environment()  # before torch is loaded
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script has it for what it starts with &; tests send it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Behind `nohup … &` both are ignored, also in the processes that tests start, and send them to.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     if find_spec("hypothesis"):  # `make gpu` does without
         from hypothesis import settings
 
