@@ -72,6 +72,13 @@ def check_early(config: Config) -> None:
     check_epoch(config)
 
 
+def check_model_early(config: Any) -> None:
+    """Does as `check_early` for a command that only generates: by the sections model and rollout."""
+    check_model_path(config.model.path, "model.path")
+    check_engine(config.rollout.name, "rollout.name")
+    check_users_files(config, ["model.external_lib"])
+
+
 def check_users_files(config: Any, keys: Sequence[str] = USERS_FILES) -> None:
     """Raises FileNotFoundError or ConfigError if no Python is where one of the settings `keys` names a user's file."""
     for key, path in ((name, path) for name in keys for path in as_list(attrgetter(name)(config))):

@@ -39,9 +39,9 @@ LEANING_WORDS = frozenset((  # a docstring's first sentence that begins with one
 # fmt: on
 
 CEILINGS = {
-    "core lines": 17_550,
+    "core lines": 17_556,
     "core files": 82,
-    "product lines": 46_000,
+    "product lines": 45_997,
     "scripts and benchmarks": 4_760,
     "names in training/": 19,
     "names in workers/": 26,

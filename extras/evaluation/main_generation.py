@@ -10,8 +10,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
 
+from configs.checks import check_model_early
 from configs.loader import command
-from extras.evaluation.settings import GenerationConfig, GenerationDataConfig, check_generation, check_model_early
+from extras.evaluation.settings import GenerationConfig, GenerationDataConfig, check_generation
 
 ANSWER_PROMPTS = "extras.evaluation.main_generation.answer_prompts"
 main = command("generation", GenerationConfig, check_generation, __doc__, ANSWER_PROMPTS, check_model_early)

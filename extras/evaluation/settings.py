@@ -9,9 +9,8 @@ from typing import Any
 
 from omegaconf import II
 
-from configs.checks import check_engine, check_output_folder, check_sources, check_users_files, is_greedy
+from configs.checks import check_output_folder, check_sources, check_users_files, is_greedy
 from configs.errors import ConfigError
-from configs.paths import check_model_path
 from configs.schema import ModelConfig, RolloutConfig, ScoringConfig
 from configs.settings import Frozen, group, setting
 
@@ -72,13 +71,6 @@ class EvaluationDataConfig(Frozen):
 class EvaluationConfig(Frozen):
     data: EvaluationDataConfig = group(EvaluationDataConfig, "Responses in, figures out.")
     reward: ScoringConfig = group(ScoringConfig, "What scores them, as in training.")
-
-
-def check_model_early(config: GenerationConfig) -> None:
-    """Raises ValueError or FileNotFoundError for what can be refused before torch is imported, which takes seconds."""
-    check_model_path(config.model.path, "model.path")
-    check_engine(config.rollout.name, "rollout.name")
-    check_users_files(config, ["model.external_lib"])
 
 
 def check_reward_early(config: EvaluationConfig) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
 
+from configs.checks import check_model_early
 from configs.loader import command
 from extras.server.settings import ServerConfig, ServerSettings, check_server
 
-main = command("server", ServerConfig, check_server, __doc__, "extras.server.__main__.serve")
+main = command("server", ServerConfig, check_server, __doc__, "extras.server.__main__.serve", check_model_early)
 if __name__ == "__main__":
     raise SystemExit(main())  # before the imports below, which take seconds
 

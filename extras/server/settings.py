@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from configs.checks import check_engine
 from configs.errors import ConfigError
-from configs.paths import check_model_path
 from configs.process import read_key
 from configs.schema import ModelConfig, RolloutConfig
 from configs.settings import Frozen, group, setting
@@ -51,10 +49,8 @@ class ServerConfig(Frozen):
 
 
 def check_server(config: ServerConfig) -> None:
-    """Raises ConfigError or FileNotFoundError for settings that cannot work, before torch is imported."""
+    """Raises ConfigError for settings that cannot work together."""
     server, rollout, data, model = config.server, config.rollout, config.data, config.model
-    check_model_path(model.path, "model.path")
-    check_engine(rollout.name, "rollout.name")
     if server.host not in LOOPBACK and not read_key(vars(server), "server"):
         raise ConfigError(f"server.host={server.host} lets others in: set server.api_key_env, or host=127.0.0.1.")
     if server.takes_weights and (rollout.name != "vllm" or server.host not in LOOPBACK):
