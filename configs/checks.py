@@ -128,10 +128,10 @@ def logger_names(config: Any) -> list[str]:
     return names
 
 
-def check_gpus(wanted: int) -> None:
-    if wanted > (present := most_gpus()):
+def check_gpus(n_gpus: int) -> None:
+    if n_gpus > (present := most_gpus()):
         raise ConfigError(
-            f"trainer.n_gpus_per_node={wanted}: {present} are there, by /dev and CUDA_VISIBLE_DEVICES. Lower it (0: "
+            f"trainer.n_gpus_per_node={n_gpus}: {present} are there, by /dev and CUDA_VISIBLE_DEVICES. Lower it (0: "
             "the CPU), or join a Ray cluster (docs/cluster.md)."
         )
 

@@ -97,8 +97,8 @@ def check_sft(config: SFTConfig) -> None:
         raise ConfigError(
             "data.train_files is not set: give files of prompts and responses, or of conversations (column messages)."
         )
-    check_sources("data.train_files", data.train_files)
-    check_sources("data.val_files", data.val_files)
+    for key in ("train_files", "val_files") if data.custom_cls.path is None else ():  # a user's class may fetch them
+        check_sources(f"data.{key}", data[key])
     if not data.val_files and config.trainer.test_freq != -1:
         raise ConfigError(f"trainer.test_freq={config.trainer.test_freq} validates on no rows: set data.val_files.")
     by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None

@@ -10,7 +10,7 @@ import pytest
 from configs.schema import DatasetClassConfig
 from data.types import Sample
 from extras.sft.dataset import SFTDataset, create_sft_dataset
-from extras.sft.settings import SFTDataConfig
+from extras.sft.settings import SFTConfig, SFTDataConfig, check_sft
 from tests.test_chat import TEMPLATES, tokenizer_with
 from tests.test_chat_families import template_of
 
@@ -194,10 +194,9 @@ def test_what_the_template_leaves_out_is_refused_however_the_row_is_split(tmp_pa
 
 
 def test_a_content_in_parts_is_read_and_learnt_as_its_text(tmp_path: Path):
-    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
-    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]}
-    both = {"roles_to_train": ["assistant", "user"]}
-    assert "⟦1\n2<|im_end|>⟧\n<|im_start|>assistant\n⟦1\n2<|im_end|>⟧" in shown(tmp_path, CHATML, row, **both)
+    turns = conversation(*((role, [{"type": "text", "text": text} for text in "12"]) for role in ("user", "assistant")))
+    text = shown(tmp_path, CHATML, turns, roles_to_train=["assistant", "user"])
+    assert "⟦1\n2<|im_end|>⟧\n<|im_start|>assistant\n⟦1\n2<|im_end|>⟧" in text
 
 
 REFUSED = [
@@ -219,8 +218,9 @@ def test_what_cannot_be_learnt_is_named(tmp_path: Path, name: str, row: dict, se
 
 
 def test_a_key_that_a_users_class_cannot_read_is_refused(tmp_path: Path):
-    mine = "from torch.utils.data import Dataset\n\nclass Mine(Dataset):\n    def __init__(self, data_files): ...\n"
-    (tmp_path / "mine.py").write_text(mine)
+    lines = "from torch.utils.data import Dataset", "class Mine(Dataset): __init__ = lambda self, data_files: None"
+    (tmp_path / "mine.py").write_text("\n".join(lines))
     chosen = DatasetClassConfig(str(tmp_path / "mine.py"), "Mine", extras={"level": 2})
+    check_sft(SFTConfig(data=SFTDataConfig(train_files="a.txt", val_files="b.txt", custom_cls=chosen)))  # of any ending
     with pytest.raises(ValueError, match=r"^data\.custom_cls\.level .*Mine.* takes no config"):
         create_sft_dataset("rows.jsonl", None, SFTDataConfig(custom_cls=chosen), 0)
